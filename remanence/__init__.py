@@ -11,7 +11,7 @@ __version__ = "0.2.0"
 
 find_moved_modules()
 
-# Names are imported when first used: the command line must answer before torch has loaded.
+# Names are imported when they are first used, so that the command line can respond before torch is loaded.
 _HOMES = {
     "attach": "remanence.hf",
     "detach": "remanence.hf",
@@ -41,6 +41,7 @@ _HOMES = {
     "NETS": "remanence.ops",
     "RULES": "remanence.ops",
 }
+"""The module of each public name."""
 
 __all__ = [*_HOMES, "__version__"]
 
@@ -75,10 +76,12 @@ if TYPE_CHECKING:
 
 
 def __getattr__(name: str) -> Any:
+    """Import a public name from its module when it is first used."""
     if name in _HOMES:
         return getattr(import_module(_HOMES[name]), name)
     raise AttributeError(f"module 'remanence' has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:
+    """List the public names."""
     return sorted(__all__)

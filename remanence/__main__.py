@@ -1,4 +1,4 @@
-"""``python -m remanence``: the command line, where a launcher such as torchrun wants a module."""
+"""``python -m remanence``: runs the command line, for launchers such as torchrun that start a module."""
 
 from remanence.cli import main
 

@@ -1,7 +1,7 @@
-"""The stack of layers of a model, from features to features, with one state for all layers.
+"""The stack of layers of a model: maps features to features and keeps one state for all layers.
 
-A language model adds an embedding and a head (`remanence.model`). Other inputs, such as a time series or the embeddings
-of another model, can be given directly.
+A language model adds an embedding and a head (`remanence.model`). Other inputs, such as a time series or the
+embeddings of another model, can be passed directly.
 """
 
 from __future__ import annotations
@@ -34,9 +34,14 @@ from remanence.trace import Trace
 __all__ = ["Backbone", "Block", "Schedule", "State", "Trace", "memories"]
 
 Schedule = Literal["wavefront", "layers"]
+"""How layers that read by segments are computed: "wavefront", several layers at once where possible, or
+"layers", one layer after the other.
+"""
 
 
 class _State(NamedTuple):
+    """The fields of `State`: the state of each block, and the number of tokens read ``[r]``."""
+
     blocks: tuple[Any, ...]
     position: Tensor
 
@@ -58,11 +63,14 @@ class State(_State, TensorTuple):
         return torch.stack(flags).any(0) if flags else torch.zeros_like(self.position, dtype=torch.bool)
 
     def agrees(self, read: Tensor) -> Tensor:
+        """Whether each row can have read this many tokens ``[r]``: true unless the number is negative. The
+        nested states have their own checks.
+        """
         return read >= 0
 
     def crop(self, tokens: int) -> State:
-        """The state before the last `tokens` tokens, which must be in the current chunk of every memory and have been
-        written to it.
+        """Return the state before the last `tokens` tokens. These tokens must all be in the current chunk of
+        every memory, and every memory must have read them.
         """
         if tokens < 0 or bool((self.position < tokens).any()):
             raise ValueError(
@@ -81,9 +89,9 @@ class Backbone(Module):
 
     Pass ``state=None`` at the start of a document, and the returned state in the following calls. ``memory_mode``
     controls the neural and kNN memories: "on"; "off", no memory; "frozen", read but not written; "fresh", reset at
-    every segment. It is an argument of each call, by default ``backbone.memory_mode``. ``backbone.checkpointing`` is
-    activation checkpointing in training. ``backbone.schedule`` is the order in which layers that read by segments are
-    computed: "wavefront", several layers at once where possible, or "layers", one layer after the other.
+    every segment. Each call takes it as an argument; the default is ``backbone.memory_mode``. Set
+    ``backbone.checkpointing`` to use activation checkpointing in training. ``backbone.schedule`` is the order
+    in which layers that read by segments are computed; see `Schedule`.
     """
 
     @show_fields(ModelConfig, default_of="config")
@@ -110,6 +118,7 @@ class Backbone(Module):
 
     @property
     def mixers(self) -> list[Mixer]:
+        """The mixer of each block, in the order of the layers."""
         return [block.mixer for block in self.blocks]  # type: ignore[misc]
 
     @property
@@ -118,6 +127,7 @@ class Backbone(Module):
 
     @property
     def memory_mode(self) -> Mode:
+        """The memory mode of calls without a `memory_mode` argument."""
         return self._memory_mode
 
     @memory_mode.setter
@@ -125,9 +135,11 @@ class Backbone(Module):
         self._memory_mode = self.check_mode(mode)
 
     memory = RenamedMode()
+    """Deprecated name of `memory_mode`."""
 
     @property
     def schedule(self) -> Schedule:
+        """The order in which layers that read by segments are computed; see `Schedule`."""
         return self._schedule
 
     @schedule.setter
@@ -137,6 +149,7 @@ class Backbone(Module):
 
     @property
     def has_memory(self) -> bool:
+        """Whether any layer has a memory."""
         return any(mixer.has_memory for mixer in self.mixers)
 
     def check_mode(self, mode: Mode) -> Mode:
@@ -149,11 +162,12 @@ class Backbone(Module):
         return mode
 
     def start(self, rows: int) -> State:
-        """The state of `rows` documents before the first token."""
+        """Return the initial state of `rows` documents, before the first token."""
         blocks = tuple(block.start(rows) for block in self.blocks)  # type: ignore[operator]
         return State(blocks, self._zero_position(rows, self.device))
 
     def _zero_position(self, rows: int, device: torch.device) -> Tensor:
+        """Return the position 0 for each of `rows` documents ``[r]``. On a GPU, the host keeps a copy of it."""
         return with_host_copy(torch.zeros(rows, dtype=torch.int64, device=device), [0] * rows)
 
     def forward(
@@ -169,7 +183,7 @@ class Backbone(Module):
         traced: bool = False,
         memory: Mode | None = None,
     ) -> tuple[Float[Tensor, "b t d"], State] | Trace:
-        """The normalised output of the last layer, and the state.
+        """Return the normalised output of the last layer ``[b t d]`` and the new state.
 
         Args:
             x: features of width `config.dim`.
@@ -177,14 +191,16 @@ class Backbone(Module):
             mask: true for tokens, false for padding, which may be anywhere. Padding does not change the state; its
                 output is zero.
             offsets: for documents packed into a single row: 0 and the end of each document.
-            memory_mode: the memory mode of this call; None: ``backbone.memory_mode``.
-            keep: whether the state is needed, as in `trace`.
-            text: the tokens and their statistics, as in `trace`.
-            traced: return a `Trace`, as `trace` does.
+            memory_mode: the memory mode of this call. None means ``backbone.memory_mode``.
+            keep: whether to return the state of the blocks; see `trace`.
+            text: the tokens and their statistics; see `trace`. None if the features are not from tokens.
+            traced: whether to return a `Trace`, as `trace` does.
             memory: deprecated: use `memory_mode`.
         """
         if memory is not None:
-            memory_mode = renamed_mode(memory, level=5)  # through the calls of nn.Module
+            memory_mode = renamed_mode(
+                memory, level=5
+            )  # the caller is 5 frames up, because nn.Module adds frames
         trace = self.trace(
             x, state, mask=mask, offsets=offsets, memory_mode=memory_mode, keep=keep, text=text
         )
@@ -202,11 +218,11 @@ class Backbone(Module):
         text: Text | None = None,
         memory: Mode | None = None,
     ) -> Trace:
-        """`forward`, with the surprise and gates of each memory.
+        """Run `forward` and return a `Trace`, which also has the surprise and gates of each memory.
 
-        With ``keep=False``, as in training on packed documents, the returned state has no blocks: MAC then processes
-        several layers and documents at once, and kNN stores are only as long as the documents. `text` holds the tokens
-        of a language model.
+        With ``keep=False``, as in training on packed documents, the returned state has no blocks. This allows MAC
+        to compute several layers and documents at once, and kNN stores to be only as long as the documents. `text`
+        holds the tokens of a language model, which some mixers use.
         """
         if memory is not None:
             memory_mode = renamed_mode(memory)
@@ -229,7 +245,9 @@ class Backbone(Module):
         return trace if keep else trace._replace(state=State((), trace.state.position))
 
     def _read(self, x: Tensor, state: State | None, ctx: Context) -> Trace:
-        """Run the layers one after the other, or whole segments in a wavefront where that is faster."""
+        """Run the layers one after the other, or compute whole segments in a wavefront where that is
+        possible.
+        """
         whole = self._whole_segments(x.shape[1], state, ctx)
         if whole is None:
             return self._read_layers(x, state, ctx)
@@ -250,6 +268,7 @@ class Backbone(Module):
         return pieces[0] if len(pieces) == 1 else Trace.join(pieces)
 
     def _read_layers(self, x: Tensor, state: State | None, ctx: Context) -> Trace:
+        """Run the layers one after the other on all tokens of the call."""
         states: list[TensorTuple] = []
         traces, layers = [], []
         for index, block in enumerate(self.blocks):
@@ -269,16 +288,20 @@ class Backbone(Module):
         )
 
     def _call(self, block: nn.Module, x: Tensor, state: TensorTuple | None, ctx: Context) -> MixerOutput:
+        """Call one block, with activation checkpointing if it is enabled."""
         if self._checkpoints:
             return checkpoint(block, x, state, ctx, use_reentrant=False)
         return block(x, state, ctx)
 
     @property
     def _checkpoints(self) -> bool:
+        """Whether the current call uses activation checkpointing: enabled, in training mode, with gradients."""
         return self.checkpointing and self.training and torch.is_grad_enabled()
 
     def _whole_segments(self, tokens: int, state: State | None, ctx: Context) -> slice | None:
-        """The tokens of the whole segments in a call, if these can be read in a wavefront; else None."""
+        """Return the slice of the tokens that consists of whole segments, or None if they cannot be read in a
+        wavefront.
+        """
         size = self.mixers[0].segment_length
         if (
             size is None
@@ -297,18 +320,22 @@ class Backbone(Module):
         return slice(start, start + count * size)
 
     def _reads_in_wavefront(self) -> bool:
+        """Whether the schedule and the blocks allow several layers to be computed at once."""
         if self.schedule == "layers" or torch.compiler.is_compiling() or not ours(self):
             return False
         return wavefront.unsupported_reason(list(self.blocks)) is None
 
     def _read_wavefront(self, x: Tensor, state: State | None, ctx: Context) -> Trace:
+        """Read whole segments and compute several layers at once."""
         initial = (state or self.start(x.shape[0])).blocks
         passage = wavefront.read(list(self.blocks), x, initial, checkpointing=self._checkpoints)
         after = State(passage.states, advance_position(ctx.position, x.shape[1]))
         return Trace(self.norm(passage.x), after, passage.traces, passage.layers)
 
     def _read_lanes(self, x: Tensor, ctx: Context, borders: list[int]) -> Trace:
-        """Read packed documents from their starts as the rows of a wavefront, without returning their states."""
+        """Read packed documents, each from its start, as the rows of a wavefront. Their states are not
+        returned.
+        """
         segment = self.mixers[0].segment_length or 1
         rows, inverse, begins = (index.to(x.device) for index in wavefront.pack_rows(borders, segment))
         start = self.start(len(rows)).blocks
@@ -326,7 +353,7 @@ class Backbone(Module):
         return Trace(self.norm(packed(passage.x)), State((), ctx.position + counts), traces, layers)
 
     def _read_strides(self, x: Tensor, state: State | None, ctx: Context, stride: int) -> Trace:
-        """Read `stride` tokens with all layers before the next `stride` tokens, as some mixers require."""
+        """Run all layers on `stride` tokens before the next `stride` tokens, for mixers that require it."""
         position = ctx.position
         split = SegmentSplit(x, ctx.offsets, [place % stride for place in positions_of(position)], stride)
         pieces, traces, layers = [], [], []
@@ -351,7 +378,9 @@ class Backbone(Module):
     def _trace_masked(
         self, x: Tensor, state: State | None, mask: Tensor, mode: Mode, keep: bool, text: Text | None
     ) -> Trace:
-        """Read the tokens without the padding, packed into one row, so that padding cannot change any state."""
+        """Remove the padding, read the tokens packed into one row, and restore the padding in the results.
+        Padding therefore cannot change a state.
+        """
         borders = [0, *mask.sum(1).cumsum(0).tolist()]
         packed = lambda full: full[mask].unsqueeze(0)
         text = text and text._replace(tokens=packed(text.tokens))
@@ -364,7 +393,9 @@ class Backbone(Module):
         return Trace(pad_to_mask(inside.hidden, mask), inside.state, traces, layers)
 
     def remembers_all(self, state: State) -> bool:
-        """Whether every memory has read all tokens: after a call with the memory off, its chunks are not aligned."""
+        """Whether every memory has read all tokens of the state. After a call with the memory off, a memory
+        has read fewer, and its chunks no longer start at the same positions.
+        """
         return all(
             positions_of(memory.position) == positions_of(state.position) for memory in memories(state)
         )

@@ -19,7 +19,7 @@ class SavedConfig(Protocol):
     """A configuration that can be written to a file."""
 
     def to_dict(self) -> dict[str, Any]:
-        """The fields as plain data."""
+        """Return the fields as data that can be written as JSON."""
 
 
 @runtime_checkable
@@ -33,16 +33,18 @@ class CausalModel(Protocol):
     config: Any
     """The configuration, with `vocab_size`, `dim` and `to_dict`."""
     folder: Path | None
-    """The folder that the model was loaded from, which also has its tokenizer; None if there is none."""
+    """The folder that the model was loaded from, which also holds its tokenizer; None if it was not loaded.
+    """
     checkpointing: bool
     """Whether training uses activation checkpointing."""
     training: bool
+    """Whether the model is in training mode."""
     memory_mode: Mode
     """The memory mode of calls without a `memory_mode` argument."""
 
     @property
     def log_unigrams(self) -> Tensor | None:
-        """Log frequencies of the tokens ``[v]``; None if no memory needs them."""
+        """Logarithms of the token frequencies ``[v]``; None if no memory needs them."""
 
     @property
     def embed(self) -> nn.Embedding:
@@ -56,7 +58,7 @@ class CausalModel(Protocol):
 
     @property
     def max_positions(self) -> int | None:
-        """The maximum length of a text in tokens; None: unlimited."""
+        """The largest number of tokens that a text may have; None if there is no limit."""
 
     @property
     def has_memory(self) -> bool: ...
@@ -66,7 +68,7 @@ class CausalModel(Protocol):
         """The mixers of the layers; empty for a pretrained model."""
 
     def start(self, rows: int) -> State:
-        """The state of `rows` documents before the first token."""
+        """Return the initial state of `rows` documents, before the first token."""
 
     def __call__(
         self,
@@ -77,7 +79,7 @@ class CausalModel(Protocol):
         offsets: Tensor | Sequence[int] | None = None,
         memory_mode: Mode | None = None,
     ) -> tuple[Tensor, State]:
-        """The logits of the next token after each token, and the state."""
+        """Return the logits of the next token after each token ``[b t v]``, and the new state."""
 
     def trace(
         self,
@@ -89,13 +91,17 @@ class CausalModel(Protocol):
         memory_mode: Mode | None = None,
         keep: bool = True,
     ) -> Trace:
-        """A forward pass up to the last hidden layer, with the surprise and gates of each memory."""
+        """Run the model up to the last hidden layer and return a `Trace`, which also has the surprise and
+        gates of each memory.
+        """
 
     def check_mode(self, mode: Mode) -> Mode:
         """Return the memory mode; raise an error if the model does not support it."""
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """The output of the language model head for hidden vectors ``[... d]``."""
+        """Return the logits ``[... v]`` that the language model head computes from hidden vectors ``[...
+        d]``.
+        """
 
     def parameters(self) -> Iterator[nn.Parameter]: ...
 
@@ -104,28 +110,36 @@ class CausalModel(Protocol):
     def eval(self) -> Self: ...
 
     def saved_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """The parameters that are saved in a model folder and a checkpoint, by name."""
+        """Yield the name and value of each parameter that is saved in model folders and checkpoints."""
 
     def current_config(self) -> SavedConfig:
-        """The configuration to save with the parameters."""
+        """Return the configuration to save with the parameters."""
 
     def upgrade_config(self, saved: dict[str, Any], where: str) -> dict[str, Any]:
-        """A configuration saved by an earlier version, in the present format. `where` is the file named in warnings."""
+        """Convert a configuration saved by an earlier version to the present format. `where` is the file name
+        to show in warnings.
+        """
 
     def state_template(self) -> State:
-        """The initial state of one row on the meta device: the shapes and dtypes of all tensors."""
+        """Return the initial state of one row on the meta device, which has the shape and dtype of every
+        tensor but no data.
+        """
 
     def state_layout(self) -> tuple[State, list[int]]:
-        """A template with each distinct kind of layer once, and the index in it of each layer of the model."""
+        """Return a template state in which each distinct kind of layer occurs once, and for each layer of the
+        model its index in that template.
+        """
 
     def pretrained_tokenizer(self) -> Tokenizer | None:
-        """The tokenizer of the underlying pretrained model, if there is one."""
+        """Return the tokenizer of the underlying pretrained model, or None if there is none."""
 
     def capture_unsupported_reason(self, carries: bool) -> str | None:
-        """Why calls, or those that carry a state, cannot be captured as CUDA graphs; None if they can."""
+        """Return the reason why calls cannot be captured as CUDA graphs, or None if they can. `carries` is
+        whether the calls also pass a state on.
+        """
 
     def decode_unsupported_reason(self, mode: Mode) -> str | None:
-        """Why tokens cannot be decoded in place in this memory mode; None if they can."""
+        """Return the reason why tokens cannot be decoded in place in this memory mode, or None if they can."""
 
     def save(self, folder: str | Path) -> None:
         """Write the configuration and the parameters to a folder."""

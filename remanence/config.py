@@ -1,5 +1,5 @@
-"""Configurations of models as frozen dataclasses, validated on creation and saved with every checkpoint. Imports no
-torch.
+"""Configurations of models: frozen dataclasses that are validated on creation and saved with every
+checkpoint. Imports no torch.
 """
 
 from __future__ import annotations
@@ -29,7 +29,9 @@ Config = TypeVar("Config", "MemoryConfig", "KnnConfig", "ModelConfig")
 
 
 def build(cls: type[Config], given: Mapping[str, Any]) -> Config:
-    """A config from fields by name. An unknown name is an error that suggests the nearest one."""
+    """Create a config from a mapping of field names to values. An unknown name is an error that suggests the
+    nearest field.
+    """
     if cls is ModelConfig:
         given = renamed_fields("model", given)
     for name in given:
@@ -41,7 +43,9 @@ def build(cls: type[Config], given: Mapping[str, Any]) -> Config:
 
 
 def change(config: Config, given: Mapping[str, Any]) -> Config:
-    """A copy with some fields changed. An unknown name is an error that suggests the nearest one."""
+    """Return a copy of a config with some fields changed. An unknown name is an error that suggests the
+    nearest field.
+    """
     if isinstance(config, ModelConfig):
         given = renamed_fields("model", given)
     for name in given:
@@ -56,19 +60,21 @@ def change(config: Config, given: Mapping[str, Any]) -> Config:
 
 
 PAPER: MemoryFields = {"rule": "titans", "chunk": 16, "forget_bias": -10.0}
+"""Default field values for every net except "deep", as in the paper."""
 DEEP: MemoryFields = {"rule": "gated_delta", "chunk": 64, "forget_bias": -6.0, "step_bias": 0.0}
-"""Defaults that depend on the net."""
+"""Default field values for the net "deep"."""
 
 FOLLOWS = ("depth", "expansion", "activation", "bias", "rule", "anchor", "chunk", "step_bias", "forget_bias")
-"""Fields that return to their defaults when another net is chosen."""
+"""Fields that are reset to their defaults when `change` selects another net."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryConfig:
-    """One neural memory layer.
+    """The configuration of one neural memory layer.
 
-    The net, the rule and the chunk define the function that the memory computes. The default trains best of those
-    measured (docs/results/dynamics.md): two layers, of which the last is updated, token-exact. ``net="titans"`` is the
+    The net, the rule and the chunk define the function that the memory computes. The default trained best in
+    our measurements (docs/results/dynamics.md): two layers, of which only the last is updated, with token-exact
+    gradients. ``net="titans"`` is the
     net of the paper: two layers, expansion 4, GELU, ``x + LN(...)``, momentum, chunk 16.
 
     Attributes:
@@ -77,15 +83,17 @@ class MemoryConfig:
             the net "deep", else to 64.
         head_dim: width of a head. Default: dim / heads.
         net: name of an entry of `remanence.ops.NETS`.
-        depth, expansion, activation, bias: fields of that entry to change. None: unchanged.
+        depth, expansion, activation, bias: change this field of the net. None: keep the net's own value.
         rule: name of an entry of `remanence.ops.RULES`. Default: "gated_delta" for the net "deep", else "titans".
-        anchor: where gradients are taken. Default: "token" (exact) for a net linear in its weights, else the rule's.
-        chunk: number of tokens whose gradients are taken at the same weights; with a token-exact rule, number of
-            tokens that are computed together. Default: 64 for the net "deep", else 16.
-        conv: kernel size of the causal depthwise convolution on q, k and v; 0: none.
-        induction: initialise the key of a token as the query of the previous token. A repeated token then retrieves
-            what followed it before, from the first step on. Otherwise queries and keys are unrelated at first, and
-            training has to find both (docs/results/facts.md).
+        anchor: the weights at which the gradient of a token is computed: "token", those just before the token (exact),
+            or "chunk", those at the start of its chunk. Default: "token" for a net that is linear in its weights,
+            otherwise the default of the rule.
+        chunk: number of tokens whose gradients are computed at the same weights; with a token-exact rule, number of
+            tokens that are processed together. Default: 64 for the net "deep", else 16.
+        conv: kernel size of the causal depthwise convolution on queries, keys and values; 0: no convolution.
+        induction: initialise the key of a token as the query of the previous token. From the first
+            training step on, a repeated token then retrieves the token that followed it before. Otherwise queries
+            and keys are unrelated at first, and training has to learn both (docs/results/facts.md).
         step_bias, momentum_bias, forget_bias: initial biases of the gates, before the sigmoid. Default of step_bias: a
             step size of about 1 / (10 depth), or 0.5 for the net "deep"; of forget_bias: -10, or -6 for "deep".
         threshold: step sizes s become max(0, s - threshold) / (1 - threshold), and the keep factor is raised to that
@@ -101,7 +109,7 @@ class MemoryConfig:
     expansion: float | None = None
     activation: Literal["gelu", "silu"] | None = None
     bias: bool | None = None
-    rule: str = None  # type: ignore[assignment]  # never None once made: the defaults that follow the net
+    rule: str = None  # type: ignore[assignment]  # never None after creation: the default depends on the net
     anchor: Literal["chunk", "token"] | None = None
     chunk: int = None  # type: ignore[assignment]
     conv: int = 4
@@ -150,7 +158,7 @@ class MemoryConfig:
 
     @property
     def shape(self) -> tuple[int, int]:
-        """The number of heads and the width of each."""
+        """The number of heads and the width of each head, with defaults filled in."""
         if self.heads is not None:
             return self.heads, self.head_dim or self.dim // self.heads
         if self.head_dim is not None:
@@ -163,29 +171,30 @@ class MemoryConfig:
 
     @property
     def inner(self) -> int:
-        """heads * head_dim."""
+        """Total width of all heads: heads * head_dim."""
         heads, width = self.shape
         return heads * width
 
 
 @dataclass(frozen=True, kw_only=True)
 class KnnConfig:
-    """The stores of a model's kNN layers. docs/paper.md gives the settings of the paper.
+    """The configuration of the stores of a model's kNN layers. docs/paper.md gives the settings of the paper.
 
     Attributes:
         k: number of retrieved entries per query and head.
-        size: capacity of a store in key-value pairs, per document; 0: local window only. The pairs of a window are
-            added together while the window is still visible, so up to one window fewer of older pairs is found.
+        size: capacity of a store in key-value pairs, per document; 0: local window only. The pairs of a whole window
+            are added at once, while attention still sees the window, so up to one window of the capacity holds
+            pairs that are visible anyway.
         fuse: "gate": a learned gate per head mixes window and store; "joint": one softmax over the window and the
             retrieved entries.
-        search: name of an entry of `remanence.memory.search.SEARCHES`: "exact", "dense" (all), "triton", "ivf"
-            (extra knn).
+        search: name of an entry of `remanence.memory.search.SEARCHES`: "exact", "dense" (uses all entries),
+            "triton", or "ivf" (approximate; extra `knn`).
         write: name of an entry of `remanence.memory.policies.POLICIES`: "all", "rare", "surprise", "random".
         fraction: share of the tokens of a window that a policy other than "all" writes, at least one token.
         neighbours: number of adjacent tokens, on each side, that are written too.
-        evict: which entry a full store drops: the "oldest", or the one of the lowest "importance" (see `write`).
+        evict: which entry a full store drops: the "oldest", or the one with the lowest "importance" (see `write`).
         half_life: number of tokens after which importance has halved; None: no decay.
-        shared: whether all kNN layers use the store of the first.
+        shared: whether all kNN layers use the store of the first kNN layer.
     """
 
     k: int = 32
@@ -220,7 +229,7 @@ class KnnConfig:
 @accepts_old_names("model")
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
-    """A whole model: embedding, layers, logits.
+    """The configuration of a whole model: embedding, layers and output head.
 
     Attributes:
         vocab_size: number of different tokens.
@@ -228,15 +237,16 @@ class ModelConfig:
         num_layers: number of layers.
         pattern: names of entries of `remanence.mixers.BLOCKS`, repeated to `num_layers`: ("mac",), ("lmm", "window"),
             ...; "lmm+window" is the same.
-        heads: attention heads. Memory heads are the memory's own.
+        heads: number of attention heads. The number of memory heads is set in `memory`.
         ffn: width of the feed-forward layers. Default: 8/3 of dim, rounded up to a multiple of 8.
-        window: tokens that sliding attention sees, the current one included.
-        segment: length of MAC's segments, and of the reset interval in mode "fresh"; a multiple of the chunk.
-        persistent: number of learned tokens in front of windowed attention (eq. 19).
-        rotary: base of rotary position embeddings.
+        window: number of tokens that sliding-window attention sees, including the current one.
+        segment: length in tokens of MAC's segments, and the interval at which the memory mode "fresh" resets
+            memories; a multiple of the memory's chunk.
+        persistent: number of learned tokens that windowed attention always sees in front of the text (eq. 19).
+        rotary: base of the rotary position embeddings.
         tie: whether the output head shares the embedding's weights.
-        memory: the neural memories' configuration: a MemoryConfig, or some of its fields in a dict.
-        knn: the kNN stores' configuration, in the same way.
+        memory: the configuration of the neural memories: a MemoryConfig, or a dict with some of its fields.
+        knn: the configuration of the kNN stores: a KnnConfig, or a dict with some of its fields.
     """
 
     vocab_size: int
@@ -250,7 +260,7 @@ class ModelConfig:
     persistent: int = 128
     rotary: float = 10_000.0
     tie: bool = True
-    memory: MemoryConfig = None  # type: ignore[assignment]  # never None once made: the default needs dim
+    memory: MemoryConfig = None  # type: ignore[assignment]  # never None after creation: the default depends on dim
     knn: KnnConfig = KnnConfig()
 
     def __post_init__(self) -> None:
@@ -279,7 +289,9 @@ class ModelConfig:
         if isinstance(memory, Mapping):
             own = {"dim": self.dim, **memory}
             if own.get("chunk") is None and own.get("net", "deep") == "deep":
-                own["chunk"] = gcd(DEEP["chunk"], self.segment)  # token-exact: any is the same function
+                own["chunk"] = gcd(
+                    DEEP["chunk"], self.segment
+                )  # token-exact: the chunk does not change the results
             memory = build(MemoryConfig, own)
         if not isinstance(memory, MemoryConfig):
             raise ValueError(
@@ -300,40 +312,46 @@ class ModelConfig:
 
     @property
     def blocks(self) -> tuple[str, ...]:
-        """The name of every layer's block, the pattern repeated to `num_layers`."""
+        """The name of the block in each layer: the pattern, repeated up to `num_layers` entries."""
         return tuple(self.pattern[layer % len(self.pattern)] for layer in range(self.num_layers))
 
     @property
     def hidden(self) -> int:
-        """Width of the feed-forward layers, as given or as the default makes it."""
+        """Width of the feed-forward layers: `ffn` if it is given, otherwise the default."""
         return self.ffn or -(-8 * self.dim // 24) * 8
 
     def condensed(self) -> tuple[ModelConfig, list[int]]:
-        """A model with each type of layer at most twice, and for every layer of this model the index of the layer there
-        that has the same shapes. Shapes of a deep model can then be checked without building it.
+        """Return the configuration of a smaller model that has each type of layer at most twice, and for
+        every layer of this model the index of a layer with the same shapes in the smaller one. The shapes of
+        a deep model can then be checked without building it.
         """
         kinds: list[str] = []
         places: list[int] = []
         again: dict[str, list[int]] = {}
         for name in self.blocks:
             own = again.setdefault(name, [])
-            if len(own) < 2:  # the first may differ from all others: layers can share a store
+            if (
+                len(own) < 2
+            ):  # the first layer of a type may differ from the others, which can share its store
                 own.append(len(kinds))
                 kinds.append(name)
             places.append(own[-1])
         return replace(self, num_layers=len(kinds), pattern=tuple(kinds)), places
 
     def to_dict(self) -> dict[str, Any]:
-        """As data for a JSON file; `ModelConfig.from_dict` reads it."""
+        """Return the fields as data for a JSON file, which `ModelConfig.from_dict` reads."""
         return {**asdict(self), "pattern": list(self.pattern)}
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> ModelConfig:
+        """Create a configuration from the data in a JSON file, which an earlier version may have written."""
         return build(cls, current_fields("model", data))
 
 
 class ModelFields(TypedDict, total=False):
-    """The fields of `ModelConfig` as keyword arguments. Its parts may be given as fields in a dict."""
+    """The fields of `ModelConfig` as keyword arguments. `memory` and `knn` may also be dicts with some of
+    their fields.
+    """
 
     vocab_size: int
     dim: int
@@ -350,8 +368,8 @@ class ModelFields(TypedDict, total=False):
     knn: KnnConfig | KnnFields
 
 
-# dim, num_layers, heads, and what differs from the defaults, which are the NeurIPS paper's (window 2048, segment 512,
-# 128 persistent tokens, chunk 16). Its table 5 gives the four larger sizes; `tiny` and `small` are ours, for a CPU.
+# The default window (2048), segment (512) and number of persistent tokens (128) are those of the NeurIPS paper. Its
+# table 5 gives the four larger sizes; `tiny` and `small` are our own, for use on a CPU.
 _SMALL = {"window": 128, "segment": 128, "persistent": 16}
 PRESETS: dict[str, dict[str, Any]] = {
     "tiny": {"dim": 128, "num_layers": 2, "heads": 4, **_SMALL, "memory": {"head_dim": 32}},
@@ -361,15 +379,16 @@ PRESETS: dict[str, dict[str, Any]] = {
     "760m": {"dim": 1536, "num_layers": 24, "heads": 16},
     "1.3b": {"dim": 2048, "num_layers": 18, "heads": 8},
 }
+"""The fields of each preset that differ from the defaults of `ModelConfig`, by preset name."""
 
 
 @show_fields(ModelConfig, default_of="preset", omit=("pattern",))
 def preset(name: str, variant: str | tuple[str, ...] = "mac", **changes: Unpack[ModelFields]) -> ModelConfig:
-    """A configuration by name: ``preset("340m", "mag", window=1024, memory={"chunk": 64})``.
+    """Return a configuration by name: ``preset("340m", "mag", window=1024, memory={"chunk": 64})``.
 
-    The variant is an entry of `remanence.mixers.BLOCKS`, a pattern of several ("mag+knn", or a tuple of names), or
-    "memorizing": sliding windows with a kNN layer at three quarters of the layers. `vocab_size`, unless given, is the
-    byte tokenizer's for `tiny` and `small`, and 32,000 for the papers' sizes.
+    The variant is the name of an entry of `remanence.mixers.BLOCKS`, a pattern of several names ("mag+knn", or a
+    tuple), or "memorizing": sliding-window attention, and one kNN layer three quarters of the way up. The default of
+    `vocab_size` is the size of the byte tokenizer for `tiny` and `small`, and 32,000 for the larger sizes.
     """
     check_choice("preset", name, PRESETS)
     own = PRESETS[name]
@@ -384,8 +403,9 @@ def preset(name: str, variant: str | tuple[str, ...] = "mac", **changes: Unpack[
 
 
 def memorizing(num_layers: int, *layers: int) -> tuple[str, ...]:
-    """The pattern of a Memorizing Transformer: sliding windows, and kNN layers at the places given, counted from 1.
-    Default: one, at the paper's 9th place of 12 or the nearest to it.
+    """Return the pattern of a Memorizing Transformer: kNN layers at the given places, counted from 1, and
+    sliding-window attention in all other layers. By default there is one kNN layer, three quarters of the way
+    up, as in the paper (layer 9 of 12).
     """
     check_integers(1, num_layers=num_layers)
     layers = layers or (round(num_layers * 9 / 12),)
@@ -395,5 +415,5 @@ def memorizing(num_layers: int, *layers: int) -> tuple[str, ...]:
 
 
 def _pattern(variant: str | tuple[str, ...]) -> tuple[str, ...]:
-    """Names of blocks, given as a tuple or joined by +."""
+    """Return the names of blocks as a tuple, given as a tuple or as one string joined by +."""
     return tuple(variant.split("+")) if isinstance(variant, str) else tuple(variant)

@@ -1,8 +1,9 @@
-"""The folder a model is saved in: ``config.json`` and ``model.safetensors``, as Hugging Face has them, and a few lines
-of Python by which Hugging Face finds `remanence.hf`. We never run what lies in a folder.
+"""Saving and loading of model folders: ``config.json`` and ``model.safetensors`` in the format of Hugging Face, and a
+short Python file by which Hugging Face's Auto classes find `remanence.hf`. Code in a folder is never run here.
 
-A folder may come from anyone. All of it is judged before anything is built or read: the configuration by itself, then
-against what the headers of the weights' files say, so that nothing in it costs more than the weights themselves.
+A folder may come from an untrusted source. Everything in it is checked before a model is built or a tensor is read: the
+configuration by itself, and then against the headers of the weight files. Loading a malicious folder therefore takes no
+more memory or time than its weight files justify.
 """
 
 from __future__ import annotations
@@ -35,12 +36,14 @@ from remanence.runtime.device import memory_of
 from remanence.runtime.errors import first_line
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
+"""File names of the weights, and of the index of weights that are split into several files."""
 LAYER = "backbone.blocks."
+"""Prefix of the names of all tensors that belong to a layer."""
 
 
 class Auto(NamedTuple):
-    """A module in a model's folder, and what Hugging Face's Auto classes take from it: nobody has to import
-    `remanence.hf`.
+    """The Python file in a model folder from which Hugging Face's Auto classes import our classes, so that
+    users need not import `remanence.hf`. `config` and `model` are the names of the two classes.
     """
 
     config: str
@@ -48,11 +51,12 @@ class Auto(NamedTuple):
 
     @property
     def module(self) -> str:
+        """Name of the Python file, without .py."""
         return f"modeling_{self.model.removesuffix('ForCausalLM').lower()}"
 
     @property
     def names(self) -> dict[str, str]:
-        """The entry ``auto_map`` of config.json."""
+        """The value of ``auto_map`` in config.json."""
         return {
             "AutoConfig": f"{self.module}.{self.config}",
             "AutoModelForCausalLM": f"{self.module}.{self.model}",
@@ -60,6 +64,7 @@ class Auto(NamedTuple):
 
     @property
     def code(self) -> str:
+        """Source code of the Python file."""
         return (
             '"""For Hugging Face, with trust_remote_code=True: the model is in the package remanence[hf]."""\n\n'
             f"from remanence.hf import {self.config}, {self.model}\n\n"
@@ -67,24 +72,28 @@ class Auto(NamedTuple):
         )
 
     def write(self, folder: Path) -> None:
+        """Write the Python file into a model folder."""
         with replacing(folder / f"{self.module}.py") as temporary:
             temporary.write_text(self.code, encoding="utf-8")
 
 
 AUTO = Auto("RemanenceConfig", "RemanenceForCausalLM")
+"""The Python file for folders of a `Model`."""
 
 CONFIG = "config"
-"""Of the weights' metadata: the digest of the configuration that they were saved with."""
+"""Key in the metadata of the weights: the digest of the configuration that they were saved with."""
 
 MOST = 2**21
-"""Bytes of a configuration at most."""
+"""Largest accepted size of a config.json, in bytes."""
 
 LEAST = 2**24
-"""Numbers that a matrix may have in any case. A configuration also has fields that its blocks do not use."""
+"""Number of elements up to which a matrix is always accepted, because a configuration also has fields that
+its blocks do not use.
+"""
 
 
 def save_model(model: Model, folder: str | Path) -> None:
-    """`Model.save`."""
+    """Write a model to a folder; see `Model.save`."""
     folder = Path(folder)
     if folder.exists() and not folder.is_dir():
         raise ValueError(f"folder: expected a folder to write into, got the file {folder}")
@@ -95,7 +104,7 @@ def save_model(model: Model, folder: str | Path) -> None:
     write_tensors(folder / WEIGHTS, tensors, words)
     write_json(folder / "config.json", described)
     AUTO.write(folder)
-    if index.is_file():  # of another model that was here
+    if index.is_file():  # left by another model that was saved here
         with suppress(ValueError):
             for part in set(_places(index).values()) - {WEIGHTS}:
                 (folder / part).unlink(missing_ok=True)
@@ -105,7 +114,7 @@ def save_model(model: Model, folder: str | Path) -> None:
 def load_model(
     folder: str | Path, *, device: torch.device | str = "cpu", dtype: torch.dtype | None = None
 ) -> Model:
-    """`Model.load`."""
+    """Load a model from a folder; see `Model.load`."""
     folder = resolve_model_path(folder)
     if not (folder / "config.json").is_file():
         names = "".join(f", or the name {name}" for name in shipped_models())
@@ -114,7 +123,7 @@ def load_model(
         )
     described = read_json(
         folder / "config.json", MOST
-    )  # once: it may be replaced meanwhile, as the weights may
+    )  # read once only: the file may be replaced while the model is loaded
     config = _config(folder, described)
     with ExitStack() as files:
         found = _found(folder, files)
@@ -129,6 +138,7 @@ def _load(
     device: torch.device | str,
     dtype: torch.dtype | None,
 ) -> Model:
+    """Check the tensors of a folder against the configuration, then build the model and read its weights."""
     _check_sizes(folder, config, found)
     _check_layers(folder, config, found)
     model = _outline(folder, config)
@@ -145,7 +155,9 @@ def _load(
 
 
 class Weight(NamedTuple):
-    """A tensor that a folder has: its file, and what the file's header says of it."""
+    """A tensor in a weight file: the path of the file, the tensor's entry in the file's header, and the open
+    file.
+    """
 
     path: Path
     entry: Entry
@@ -153,8 +165,8 @@ class Weight(NamedTuple):
 
 
 def _found(folder: Path, files: ExitStack) -> dict[str, Weight]:
-    """All tensors of a folder by their present names, in one file or, as Hugging Face saves large models, in several
-    with an index. Only the headers are read; `files` closes what is opened.
+    """Return all tensors of a folder by their present names. They are in one file or, as Hugging Face saves
+    large models, in several files with an index. Only the headers are read. `files` closes the opened files.
     """
     index = folder / INDEX
     places = _places(index) if index.is_file() and not (folder / WEIGHTS).is_file() else None
@@ -180,7 +192,9 @@ def _found(folder: Path, files: ExitStack) -> dict[str, Weight]:
 
 
 def _places(index: Path) -> dict[str, str]:
-    """The file of each tensor, as an index names it: a file beside the index."""
+    """Return the file name of each tensor according to an index file. The files must be in the same folder as
+    the index.
+    """
     places = read_json(index, 8 * MOST).get("weight_map")
     if not isinstance(places, dict) or not places:
         raise ValueError(f"{index}: expected a weight_map from tensors to files, got {short_repr(places)}")
@@ -194,12 +208,14 @@ def _places(index: Path) -> dict[str, str]:
 
 
 def _name(stored: str) -> str:
+    """Return the present name of a stored tensor, without the prefix that Hugging Face adds."""
     return current_name(stored.removeprefix("model."))
 
 
 def _check_pair(folder: Path, described: dict[str, Any], found: dict[str, Weight]) -> None:
-    """Refuse weights that were saved with another configuration: of two saves, one may have been half done. A
-    configuration that was changed by hand has no digest, and weights that others wrote do not tell.
+    """Raise an error if the weights were saved with another configuration, as after an interrupted save.
+    Without a digest in both files, nothing is checked: a configuration edited by hand or weights written by
+    other software may have none.
     """
     told, file = described["remanence"].get(DIGEST), next(iter(found.values())).file if found else None
     saved = None if file is None or file.path.name != WEIGHTS else read_header(file).metadata.get(CONFIG)
@@ -210,7 +226,9 @@ def _check_pair(folder: Path, described: dict[str, Any], found: dict[str, Weight
 
 
 def _check_layers(folder: Path, config: ModelConfig, found: dict[str, Weight]) -> None:
-    """Refuse layers that have no weights, or others, before there is a module for each."""
+    """Raise an error if a tensor of a layer is missing or has a wrong shape, before modules for all layers
+    are created.
+    """
     small, places = config.condensed()
     layers: dict[str, dict[str, Any]] = {}
     for name, parameter in _outline(folder, small).named_parameters():
@@ -228,8 +246,9 @@ def _check_layers(folder: Path, config: ModelConfig, found: dict[str, Weight]) -
 
 
 def _check_sizes(folder: Path, config: ModelConfig, found: dict[str, Weight]) -> None:
-    """Refuse sizes that cannot be those of the weights, before there is a module for each layer. Each size is a side of
-    some matrix, and no matrix has more numbers than all weights together.
+    """Raise an error if the configuration has sizes that are too large for the weights, before modules are
+    created. Each size is a dimension of some matrix, and no matrix can have more numbers than all weights
+    together.
     """
     path, memory = folder / "config.json", config.memory
     if config.num_layers > len(found):
@@ -256,16 +275,16 @@ def _check_sizes(folder: Path, config: ModelConfig, found: dict[str, Weight]) ->
 
 
 def _outline(folder: Path, config: ModelConfig) -> Model:
-    """The model without numbers."""
+    """Return the model on the meta device, without data."""
     try:
         with torch.device("meta"):
             return Model(config)
-    except (ValueError, RuntimeError) as error:  # torch's, if a product of sizes is more than it can count
+    except (ValueError, RuntimeError) as error:  # torch raises RuntimeError if a product of sizes overflows
         raise ValueError(f"{folder / 'config.json'}: {first_line(error)}") from None
 
 
 def _check_tensors(folder: Path, model: Model, found: dict[str, Weight], dtype: torch.dtype | None) -> None:
-    """Refuse weights that are not this model's."""
+    """Raise an error if a tensor is missing or unexpected, or has a wrong shape or dtype."""
     wanted = dict(model.named_parameters())
     for name, parameter in wanted.items():
         if name not in found:
@@ -283,7 +302,7 @@ def _check_tensors(folder: Path, model: Model, found: dict[str, Weight], dtype: 
             )
     first = found["embed.weight"].entry.dtype
     for owner, module in model.named_modules():
-        if isinstance(module, nn.Linear) and dtype is None:  # all else takes what comes, as norms in float32
+        if isinstance(module, nn.Linear) and dtype is None:  # other modules, such as norms, accept any dtype
             path, entry, _ = found[f"{owner}.weight"]
             if entry.dtype != first:
                 raise ValueError(
@@ -299,8 +318,8 @@ def _check_memory(
     device: torch.device | str,
     dtype: torch.dtype | None,
 ) -> None:
-    """Refuse a model that cannot run here: its weights, and a document's state before and after a call. What the state
-    holds, windows and stores, no weight tells.
+    """Raise an error if the device has too little memory for the weights and two states of one document,
+    before and after a call. The sizes of windows and stores in a state cannot be inferred from the weights.
     """
     config, room = model.config, memory_of(device)
     kept = dtype or getattr(torch, found["embed.weight"].entry.dtype)
@@ -318,7 +337,9 @@ def _check_memory(
 
 
 def describe(config: ModelConfig, dtype: torch.dtype) -> dict[str, Any]:
-    """``config.json``: a Hugging Face configuration whose ``remanence`` entry is ours, with a digest."""
+    """Return the content of ``config.json``: a Hugging Face configuration whose ``remanence`` entry holds our
+    configuration with a digest.
+    """
     return {
         "architectures": ["RemanenceForCausalLM"],
         "auto_map": AUTO.names,
@@ -334,11 +355,12 @@ def describe(config: ModelConfig, dtype: torch.dtype) -> dict[str, Any]:
 
 
 def read_config(folder: Path) -> ModelConfig:
+    """Read the configuration of the model in a folder."""
     return _config(folder, read_json(folder / "config.json", MOST))
 
 
 def _config(folder: Path, data: dict[str, Any]) -> ModelConfig:
-    """The configuration in what a folder's config.json holds."""
+    """Return the model's configuration from the content of config.json."""
     path = folder / "config.json"
     kind, own = data.get("model_type"), data.get("remanence")
     if {"model", "data", "steps"} <= data.keys():  # a TrainConfig

@@ -36,6 +36,8 @@ __all__ = [
 
 
 class _CallSettings(TypedDict):
+    """Arguments of `Model.trace` that are passed on to the backbone unchanged."""
+
     mask: Tensor | None
     offsets: Tensor | Sequence[int] | None
     memory_mode: Mode | None
@@ -56,6 +58,7 @@ class Model(Module):
     """
 
     folder: Path | None = None
+    """The folder that the model was loaded from; None if it was not loaded."""
 
     @show_fields(ModelConfig, default_of="config")
     def __init__(self, config: ModelConfig, **fields: Unpack[ModelFields]) -> None:
@@ -87,6 +90,7 @@ class Model(Module):
 
     @property
     def mixers(self) -> list[Mixer]:
+        """The mixer of each block, in the order of the layers."""
         return self.backbone.mixers
 
     @property
@@ -99,10 +103,12 @@ class Model(Module):
 
     @property
     def max_positions(self) -> int | None:
+        """None, because texts may have any length."""
         return None
 
     @property
     def memory_mode(self) -> Mode:
+        """The memory mode of calls without a `memory_mode` argument."""
         return self.backbone.memory_mode
 
     @memory_mode.setter
@@ -110,6 +116,7 @@ class Model(Module):
         self.backbone.memory_mode = mode
 
     memory = RenamedMode()
+    """Deprecated name of `memory_mode`."""
 
     def check_mode(self, mode: Mode) -> Mode:
         """Return the mode; raise an error if the model does not support it (without a memory, only "on" is)."""
@@ -117,6 +124,7 @@ class Model(Module):
 
     @property
     def schedule(self) -> Schedule:
+        """The order in which layers that read by segments are computed; see `remanence.backbone.Schedule`."""
         return self.backbone.schedule
 
     @schedule.setter
@@ -125,6 +133,7 @@ class Model(Module):
 
     @property
     def checkpointing(self) -> bool:
+        """Whether training uses activation checkpointing."""
         return self.backbone.checkpointing
 
     @checkpointing.setter
@@ -133,10 +142,11 @@ class Model(Module):
 
     @property
     def has_memory(self) -> bool:
+        """Whether any layer has a memory."""
         return self.backbone.has_memory
 
     def start(self, rows: int) -> State:
-        """The state of `rows` documents before the first token."""
+        """Return the initial state of `rows` documents, before the first token."""
         return self.backbone.start(rows)
 
     def forward(
@@ -149,7 +159,7 @@ class Model(Module):
         memory_mode: Mode | None = None,
         memory: Mode | None = None,
     ) -> tuple[Float[Tensor, "b t v"], State]:
-        """The logits of the next token after each token, and the state.
+        """Return the logits of the next token after each token ``[b t v]``, and the new state.
 
         Args:
             tokens: token ids.
@@ -157,15 +167,18 @@ class Model(Module):
             mask: true for tokens, false for padding, which may be anywhere. Padding does not change the state; its
                 logits are those of a zero vector.
             offsets: for documents packed into a single row: 0 and the end of each document.
-            memory_mode: the memory mode of this call; None: ``model.memory_mode``.
+            memory_mode: the memory mode of this call. None means ``model.memory_mode``.
             memory: deprecated: use `memory_mode`.
         """
         if memory is not None:
-            memory_mode = renamed_mode(memory, level=5)  # through the calls of nn.Module
+            memory_mode = renamed_mode(
+                memory, level=5
+            )  # the caller is 5 frames up, because nn.Module adds frames
         trace = self.trace(tokens, state, mask=mask, offsets=offsets, memory_mode=memory_mode)
         return self.logits(trace.hidden), trace.state
 
     def logits(self, hidden: Float[Tensor, "... d"]) -> Float[Tensor, "... v"]:
+        """Return the logits ``[... v]`` for hidden vectors ``[... d]``."""
         return F.linear(hidden, self.embed.weight) if self.head is None else self.head(hidden)
 
     def trace(
@@ -179,7 +192,9 @@ class Model(Module):
         keep: bool = True,
         memory: Mode | None = None,
     ) -> Trace:
-        """A forward pass without the head, with the surprise and gates of each memory, as `Backbone.trace`."""
+        """Run the model without the head and return a `Trace`, which also has the surprise and gates of each
+        memory. The arguments are those of `forward` and of `Backbone.trace`.
+        """
         if memory is not None:
             memory_mode = renamed_mode(memory)
         if self.has_memory:
@@ -190,43 +205,55 @@ class Model(Module):
         x, known = self.embed(tokens), type(self.backbone).forward is Backbone.forward
         if known and altered([self.backbone]) is None:
             return self.backbone.trace(x, state, keep=keep, text=text, **settings)
-        # The backbone has hooks, or a subclass with its own `forward`, which may return hidden vectors and state only.
+        # The backbone has hooks, or its class overrides `forward`, which may return only hidden vectors and state.
         extra = {"keep": keep, "text": text, "traced": True} if known else {}
         hidden, after, *rest = self.backbone(x, state, **settings, **extra)
         return Trace(hidden, after, *rest) if rest else Trace(hidden, after, (None,) * len(self.blocks), ())
 
     def saved_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """The parameters that are saved in a folder and a checkpoint: all of them."""
+        """Yield the name and value of each parameter that is saved in model folders and checkpoints: all of
+        them.
+        """
         return self.named_parameters()
 
     def current_config(self) -> ModelConfig:
+        """Return the configuration to save with the parameters."""
         return self.config
 
     def upgrade_config(self, saved: dict[str, Any], where: str) -> dict[str, Any]:
-        """A saved configuration, with default values for the fields that the file does not have."""
+        """Return a saved configuration with default values for the fields that the file does not have.
+        `where` is not used.
+        """
         return upgrade_config(saved)
 
     def state_template(self) -> State:
+        """Return the initial state of one row on the meta device, which has shapes and dtypes but no data."""
         return state_template(self.config, self.embed.weight.dtype)
 
     def state_layout(self) -> tuple[State, list[int]]:
+        """Return a template state in which each kind of layer occurs at most twice, and the index in it of
+        each layer.
+        """
         return state_layout(self.config)
 
     def pretrained_tokenizer(self) -> None:
+        """Return None, because there is no underlying pretrained model."""
         return None
 
     def capture_unsupported_reason(self, carries: bool) -> str | None:
-        """Why calls, or those that carry a state, cannot be captured as CUDA graphs; None if they can."""
+        """Return the reason why calls cannot be captured as CUDA graphs, or None if they can. `carries` is
+        whether the calls also pass a state on.
+        """
         reasons = (mixer.capture_unsupported_reason(carries) for mixer in self.mixers)
         return next((reason for reason in reasons if reason is not None), None)
 
     def decode_unsupported_reason(self, mode: Mode) -> str | None:
-        """Why tokens cannot be decoded in place in this memory mode; None if they can."""
+        """Return the reason why tokens cannot be decoded in place in this memory mode, or None if they can."""
         reasons = (mixer.decode_unsupported_reason(mode) for mixer in self.mixers)
         return next((reason for reason in reasons if reason is not None), None)
 
     def describe(self) -> dict[str, Any]:
-        """The content of ``config.json``."""
+        """Return the content of ``config.json`` for this model."""
         from remanence.folder import describe
 
         return describe(self.config, self.embed.weight.dtype)
@@ -241,8 +268,8 @@ class Model(Module):
     def load(
         cls, folder: str | Path, *, device: torch.device | str = "cpu", dtype: torch.dtype | None = None
     ) -> Model:
-        """The model that `save` (or ``save_pretrained`` of `remanence.hf`) wrote. `dtype` is by default the saved one,
-        with which the results are bit-identical to those of the saved model.
+        """Load a model that `save`, or ``save_pretrained`` of `remanence.hf`, wrote. `dtype` is by default
+        the saved one; the results are then bit-identical to those of the saved model.
         """
         from remanence.folder import load_model
 
@@ -250,7 +277,9 @@ class Model(Module):
 
 
 def check_tokens(tokens: Tensor, mask: object, vocab_size: int) -> Tensor:
-    """Check that token ids are within the vocabulary; return them with padding replaced by 0."""
+    """Return the token ids with padding replaced by 0. Raises an error if they are not integers ``[b t]`` or,
+    on the CPU, if an id is outside the vocabulary.
+    """
     if not isinstance(tokens, Tensor) or tokens.dim() != 2 or tokens.dtype not in (torch.int64, torch.int32):
         got = f"{list(tokens.shape)} {tokens.dtype}" if isinstance(tokens, Tensor) else type(tokens).__name__
         raise ValueError(f"tokens: expected integers [batch, tokens], got {got}")
@@ -267,7 +296,7 @@ def check_tokens(tokens: Tensor, mask: object, vocab_size: int) -> Tensor:
 
 
 def _rename(model: nn.Module, state_dict: dict[str, Tensor], prefix: str, *_: object) -> None:
-    """Rename the weights of an earlier version in a state dict (a load hook)."""
+    """Rename weights that have names of an earlier version. Called by PyTorch before it loads a state dict."""
     for name in [name for name in state_dict if name.startswith(prefix)]:
         current = prefix + current_name(name.removeprefix(prefix))
         if current != name:
@@ -275,7 +304,9 @@ def _rename(model: nn.Module, state_dict: dict[str, Tensor], prefix: str, *_: ob
 
 
 def upgrade_config(saved: Mapping[str, Any]) -> dict[str, Any]:
-    """A saved configuration with default values for newer fields; unchanged if it is not that of a `Model`."""
+    """Return a saved configuration with default values for newer fields. A configuration that is not of a
+    `Model` is returned unchanged.
+    """
     try:
         return ModelConfig.from_dict(dict(saved)).to_dict()
     except (ValueError, TypeError):
@@ -283,26 +314,28 @@ def upgrade_config(saved: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def state_template(config: ModelConfig, dtype: torch.dtype | None = None) -> State:
-    """The initial state of one row on the meta device, where large stores take no memory."""
+    """Return the initial state of one row on the meta device, where large stores take no memory."""
     with torch.device("meta"):
         return Model(config).to(dtype).start(1)
 
 
 def state_layout(config: ModelConfig) -> tuple[State, list[int]]:
-    """`CausalModel.state_layout` of a configuration."""
+    """Return the template state and the layer indices of `CausalModel.state_layout`, given only a
+    configuration.
+    """
     small, places = config.condensed()
     return state_template(small), places
 
 
 def parameters(config: ModelConfig) -> int:
-    """The number of parameters of a model with this configuration. Nothing is allocated."""
+    """Return the number of parameters of a model with this configuration, without allocating them."""
     with torch.device("meta"):
         return sum(parameter.numel() for parameter in Model(config).parameters())
 
 
 def matched(config: ModelConfig, target: int | None = None) -> ModelConfig:
-    """The configuration with a feed-forward width for `target` parameters; by default as many as a Transformer of the
-    same preset has.
+    """Return the configuration with the feed-forward width changed so that the model has about `target` parameters. By
+    default, `target` is the size of a Transformer with the same configuration.
 
     Hybrids have both attention and memory: at equal feed-forward width, variants would differ in size by up to two
     thirds. Widths are multiples of 16, as fast matrix products on a GPU require (others took 4 times as long on an

@@ -1,7 +1,7 @@
-"""Tests of the properties that a streaming memory must have, as functions for any module.
+"""Checks of the properties that a streaming memory must have, as functions that accept any module.
 
-A `step` is anything called as ``y, state = step(x, state)`` with x ``[b t ...]`` and None as the first state; a module
-is one, too. Each function raises an AssertionError that names the first violation.
+A `step` is a callable ``y, state = step(x, state)`` with x of shape ``[b t ...]`` and None as the first state; a module
+can be used as one. Each function raises an AssertionError that names the first violation.
 """
 
 from __future__ import annotations
@@ -13,13 +13,14 @@ import torch
 from torch import Tensor, nn
 
 Step = Callable[[Tensor, Any], tuple[Tensor, Any]]
+"""A function ``y, state = step(x, state)``."""
 
 
 def distance(a: Tensor, b: Tensor) -> float:
-    """The largest difference, relative to the larger of 1 and the largest finite entry of a.
+    """Return the largest absolute difference, divided by the larger of 1 and the largest finite absolute value of a.
 
-    Infinities must stand in the same places on both sides (a log gate of -inf is a gate of 0); a NaN is infinitely far
-    from everything.
+    Equal infinities count as equal (a log gate of -inf is a gate of 0). The distance is infinite if infinities differ
+    or either side has a NaN.
     """
     if a.shape != b.shape:
         raise AssertionError(f"shapes differ: {list(a.shape)} and {list(b.shape)}")
@@ -35,7 +36,7 @@ def distance(a: Tensor, b: Tensor) -> float:
 
 
 def tensors(tree: Any) -> list[Tensor]:
-    """All tensors in nested tuples, lists and dicts, in order."""
+    """Return all tensors in nested tuples, lists and dicts, in order."""
     if isinstance(tree, Tensor):
         return [tree]
     if isinstance(tree, dict):
@@ -44,7 +45,9 @@ def tensors(tree: Any) -> list[Tensor]:
 
 
 def assert_close(a: Any, b: Any, tolerance: float, what: str = "results") -> None:
-    """Two trees of tensors agree, floating-point ones to the relative tolerance, others exactly."""
+    """Check that two trees of tensors agree: floating-point tensors within the tolerance of `distance`,
+    others exactly. `what` is the name to show in error messages.
+    """
     left, right = tensors(a), tensors(b)
     if len(left) != len(right):
         raise AssertionError(f"{what}: {len(left)} tensors on one side, {len(right)} on the other")
@@ -57,18 +60,20 @@ def assert_close(a: Any, b: Any, tolerance: float, what: str = "results") -> Non
 
 
 def _different_content(x: Tensor) -> Tensor:
-    """Different content of the same kind: random numbers, or, for tokens of a vocabulary, x's own in another order."""
+    """Return other content of the same kind as x: random numbers, or the token ids of x in random order."""
     if x.is_floating_point():
         return torch.randn_like(x)
     return x.flatten()[torch.randperm(x.numel(), device=x.device)].view_as(x)
 
 
 def assert_causal(step: Step, x: Tensor, positions: Iterable[int] | None = None) -> None:
-    """Changing token t leaves every output before t bit-identical (and changes something from t on)."""
+    """Check that changing token t leaves every output before t bit-identical, and changes some output from t
+    on.
+    """
     before, _ = step(x, None)
     for t in range(x.shape[1]) if positions is None else positions:
         changed = x.clone()
-        # Tokens may be numbers of a vocabulary: then another one of x's own takes the place.
+        # If x holds token ids, the token is replaced by another id that occurs in x.
         others = x.flatten()[x.flatten() != x[:, t].flatten()[0]]
         changed[:, t] = torch.randn_like(changed[:, t]) if x.is_floating_point() else others[0]
         after, _ = step(changed, None)
@@ -83,8 +88,8 @@ def assert_causal(step: Step, x: Tensor, positions: Iterable[int] | None = None)
 
 
 def assert_rows_isolated(step: Step, x: Tensor) -> None:
-    """Changing one row of the batch leaves the outputs and state (rows on the first axis) of all others
-    bit-identical.
+    """Check that changing one row of a batch leaves the outputs and states of all other rows bit-identical.
+    In states, rows are the first axis.
     """
     if x.shape[0] < 2:
         raise ValueError("x: expected at least two rows to tell apart, got one")
@@ -100,7 +105,9 @@ def assert_rows_isolated(step: Step, x: Tensor) -> None:
 
 
 def assert_split(step: Step, x: Tensor, sizes: Sequence[int], tolerance: float = 1e-10) -> None:
-    """Reading x in calls of the given sizes, state carried, equals reading it whole: outputs and final state."""
+    """Check that reading x in calls of the given sizes, with the state passed on, gives the same outputs and
+    final state as one call.
+    """
     if sum(sizes) != x.shape[1]:
         raise ValueError(f"sizes: expected to add up to the {x.shape[1]} tokens of x, got {list(sizes)}")
     whole, end = step(x, None)
@@ -115,7 +122,9 @@ def assert_split(step: Step, x: Tensor, sizes: Sequence[int], tolerance: float =
 def assert_packed(
     module: Callable[..., tuple[Tensor, Any]], documents: Sequence[Tensor], tolerance: float = 1e-10
 ) -> None:
-    """Documents ``[t ...]`` packed into one row with ``offsets=`` equal each document read alone."""
+    """Check that documents ``[t ...]`` packed into one row with ``offsets=`` give the same results as each
+    document read alone.
+    """
     offsets = [0]
     for document in documents:
         offsets.append(offsets[-1] + document.shape[0])
@@ -138,8 +147,8 @@ def assert_packed(
 def assert_padding_inert(
     module: Callable[..., tuple[Tensor, Any]], x: Tensor, mask: Tensor, tolerance: float = 1e-10
 ) -> None:
-    """With ``mask=``, what stands in the padding changes nothing, bit for bit, and each row equals its tokens read
-    alone.
+    """Check that, with ``mask=``, the content of the padding does not change any result bit, and that each
+    row gives the same results as its tokens read alone.
     """
     first, state = module(x, None, mask=mask)
     noise = torch.where(mask.view(*mask.shape, *[1] * (x.dim() - 2)), x, _different_content(x))
@@ -158,8 +167,8 @@ def assert_padding_inert(
 
 
 def assert_pure(module: nn.Module, x: Tensor) -> None:
-    """Training and evaluation mode give the same result bit for bit; forward changes no parameter, buffer, input or
-    given state.
+    """Check that training and evaluation mode give bit-identical results, and that forward does not change
+    any parameter, buffer, input or given state.
     """
     kept = {name: tensor.detach().clone() for name, tensor in module.state_dict().items()}
     original, mode = x.clone(), module.training
@@ -185,7 +194,7 @@ def assert_pure(module: nn.Module, x: Tensor) -> None:
 
 
 def assert_gradients_reach(module: nn.Module, x: Tensor) -> None:
-    """Every parameter that wants a gradient gets one that is finite and not zero."""
+    """Check that every parameter that requires a gradient gets one that is finite and not all zero."""
     module.zero_grad()
     y, _ = module(x, None)
     (y * torch.randn_like(y)).sum().backward()
@@ -199,7 +208,9 @@ def assert_gradients_reach(module: nn.Module, x: Tensor) -> None:
 def assert_same_function(
     f: Callable[..., Any], g: Callable[..., Any], inputs: Sequence[Tensor], tolerance: float = 1e-10
 ) -> None:
-    """f(*inputs) and g(*inputs), trees of tensors, agree in every output and in every gradient of every input."""
+    """Check that f(*inputs) and g(*inputs), which return trees of tensors, agree in every output and in the
+    gradients of all inputs.
+    """
     left, right = tensors(f(*inputs)), tensors(g(*inputs))
     assert_close(left, right, tolerance, "outputs")
     weights = [torch.randn_like(x) if x.is_floating_point() else None for x in left]

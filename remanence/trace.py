@@ -1,4 +1,4 @@
-"""Everything that a forward pass computes: the output, the state, and what each layer's memory did."""
+"""`Trace`: everything that a forward pass computes, including the surprise and gates of each layer's memory."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Trace(NamedTuple):
 
     @classmethod
     def join(cls, pieces: Sequence[Trace]) -> Trace:
-        """The trace of consecutive pieces of a text."""
+        """Concatenate the traces of consecutive pieces of a text along the token axis."""
         depth = len(pieces[0].traces)
         traces = wavefront.LazySequence(
             depth, lambda layer: MemoryTrace.join([piece.traces[layer] for piece in pieces])

@@ -1,8 +1,8 @@
-"""Packages that add a field of application, such as `remanence.forecast`, and what they register. Imports no torch.
+"""Registration of verticals: subpackages for one field of application, such as `remanence.forecast`. Imports no torch.
 
 A vertical is a folder of this package with a module `vertical`, which defines ``VERTICAL = Vertical(...)``. The rest
 of the package finds kinds of data, evaluations, recipes, model types, tokenizers and file formats through the functions
-here and never imports a vertical by name: without its folder, everything else works.
+here and never imports a vertical by name. If the folder is removed, everything else still works.
 """
 
 from __future__ import annotations
@@ -25,16 +25,19 @@ from typing import Any, TypeVar, get_type_hints
 from remanence.io.files import read_json
 
 PACKAGE = __name__.rpartition(".")[0]
+"""Name of this package."""
 
 Name = str
-"""``"module:attribute"``, imported when it is needed."""
+"""A reference ``"module:attribute"``, which is imported when it is needed."""
 Value = TypeVar("Value")
 Class = TypeVar("Class", bound=type)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Format:
-    """A file format of documents: its name, the suffixes of its files, and the function from a path to documents."""
+    """A file format for documents: its name, its file suffixes, and the name of the function that reads
+    documents from a path.
+    """
 
     name: str
     suffixes: tuple[str, ...]
@@ -43,19 +46,21 @@ class Format:
 
 @dataclass(frozen=True, kw_only=True)
 class Vertical:
-    """What a vertical registers.
+    """The components that a vertical adds to the package.
 
     Attributes:
-        name: of its recipes' folder: ``forecast/etth1``.
+        name: its folder in this package, and the prefix of its recipes, as in ``forecast/etth1``.
         data_configs: the dataclasses of its kinds of training data, by kind (``data.kind``).
-        sources: the functions that make their sources of batches, entries of `remanence.train.SOURCES`.
-        tasks: the classes of `remanence.train.TrainTask` of kinds that are not language modelling.
+        sources: the functions that make the sources of batches for these kinds, as in `remanence.train.SOURCES`.
+        tasks: the subclasses of `remanence.train.TrainTask` for kinds of data that are not language modelling.
         train_fields: a dataclass whose fields are added to `TrainConfig`.
-        evaluations: its tasks of ``remanence eval`` by name.
+        evaluations: the tasks that it adds to ``remanence eval``, by name.
         models: functions ``(folder, device=)`` that load a model, by the ``model_type`` in its config.json.
-        tokenizers: functions from the content of a tokenizer.json to a tokenizer, or None if it is another one.
-        formats: its file formats.
-        moved: modules and attributes by the name that they had in earlier versions; "" for a package of such modules.
+        tokenizers: functions that take the content of a tokenizer.json and return a tokenizer, or None if it is not
+            one of theirs.
+        formats: the file formats that it adds.
+        moved: the present names of modules and attributes, by their names in earlier versions; "" for a package that
+            only contained such modules.
     """
 
     name: str
@@ -72,19 +77,21 @@ class Vertical:
 
 @cache
 def verticals() -> tuple[Vertical, ...]:
-    """The verticals that are installed."""
+    """Return the verticals that are installed."""
     found = sorted(Path(__file__).parent.glob("*/vertical.py"))
     return tuple(import_module(f"{PACKAGE}.{path.parent.name}.vertical").VERTICAL for path in found)
 
 
 def imported(name: Name) -> Any:
-    """The attribute or module that a name refers to."""
+    """Import and return the attribute or module that a name refers to."""
     module, _, attribute = name.partition(":")
     return getattr(import_module(module), attribute) if attribute else import_module(module)
 
 
 class Registry(UserDict[str, Value]):
-    """Objects by name. An entry given as "module:attribute" is imported when it is asked for."""
+    """A dictionary of objects by name. An entry given as "module:attribute" is imported when it is first
+    used.
+    """
 
     def __init__(self, entries: Mapping[str, Any]) -> None:
         super().__init__(entries)
@@ -97,23 +104,27 @@ class Registry(UserDict[str, Value]):
 
 
 def data_configs() -> dict[str, Name]:
+    """Return the config dataclass of each kind of training data that verticals add, by kind."""
     return {kind: name for each in verticals() for kind, name in each.data_configs.items()}
 
 
 def sources() -> dict[str, Name]:
+    """Return the function that makes the source of batches for each kind of data that verticals add, by kind."""
     return {kind: name for each in verticals() for kind, name in each.sources.items()}
 
 
 def train_tasks() -> dict[str, Name]:
+    """Return the `TrainTask` class of each kind of data that verticals add, by kind."""
     return {kind: name for each in verticals() for kind, name in each.tasks.items()}
 
 
 def evaluations() -> dict[str, Name]:
+    """Return the evaluation tasks that verticals add, by task name."""
     return {name: task for each in verticals() for name, task in each.evaluations.items()}
 
 
 def recipes() -> dict[str, Path]:
-    """The file of every recipe by its name."""
+    """Return the file of every recipe of the verticals, by recipe name, such as "forecast/etth1"."""
     home = Path(__file__).parent
     found = [
         (each.name, path) for each in verticals() for path in (home / each.name / "recipes").glob("*.py")
@@ -122,11 +133,14 @@ def recipes() -> dict[str, Path]:
 
 
 def formats() -> tuple[Format, ...]:
+    """Return the file formats that verticals add."""
     return tuple(found for each in verticals() for found in each.formats)
 
 
 def model_loader(folder: Path) -> Callable[..., Any] | None:
-    """The function that loads a vertical's model from its folder; None for any other folder."""
+    """Return the function that loads a vertical's model from this folder, or None if the folder holds no such
+    model.
+    """
     path = folder / "config.json"
     model_type = read_json(path).get("model_type") if path.is_file() else None
     models = {name: loader for each in verticals() for name, loader in each.models.items()}
@@ -134,13 +148,17 @@ def model_loader(folder: Path) -> Callable[..., Any] | None:
 
 
 def tokenizer_of(content: Mapping[str, Any]) -> Any:
-    """A vertical's tokenizer that a tokenizer.json describes, or None."""
+    """Return the vertical's tokenizer that the content of a tokenizer.json describes, or None if no vertical
+    recognises it.
+    """
     read = (imported(name)(content) for each in verticals() for name in each.tokenizers)
     return next((found for found in read if found is not None), None)
 
 
 def with_vertical_fields(cls: Class) -> Class:
-    """A class decorator for `TrainConfig`, applied before `dataclass`: adds the fields that verticals have."""
+    """Class decorator for `TrainConfig`, applied before `dataclass`. Adds the fields that verticals define,
+    and their descriptions, to the class.
+    """
     for vertical in verticals():
         if vertical.train_fields is None:
             continue
@@ -156,7 +174,9 @@ def with_vertical_fields(cls: Class) -> Class:
 
 
 def moved_attribute(module: str, name: str) -> Any:
-    """For a module's ``__getattr__``: what a vertical has taken over from it, with a warning."""
+    """Return an attribute that has moved from `module` to a vertical, with a deprecation warning. Used in the
+    module's ``__getattr__``.
+    """
     old = f"{module}:{name}"
     for vertical in verticals():
         if old in vertical.moved:
@@ -168,12 +188,17 @@ def moved_attribute(module: str, name: str) -> Any:
 
 
 def _warn(old: str, new: str, level: int) -> None:
+    """Issue a deprecation warning that an old name has been replaced by a new one. `level` is the stack level
+    of the caller.
+    """
     names = (each.replace(":", ".") for each in (old, new))
     warnings.warn("{} is deprecated: use {}".format(*names), DeprecationWarning, stacklevel=level)
 
 
 class _Moved(MetaPathFinder, Loader):
-    """Finds modules of earlier versions by their old names. Asked last, when there is no such file."""
+    """Import hook that finds modules by the names they had in earlier versions. Python asks it last, when no
+    file of that name exists.
+    """
 
     def find_spec(self, name: str, path: object = None, target: object = None) -> ModuleSpec | None:
         if not name.startswith(f"{PACKAGE}."):
@@ -193,11 +218,11 @@ class _Moved(MetaPathFinder, Loader):
 
     def exec_module(self, module: ModuleType) -> None:
         assert module.__spec__ is not None
-        # The import system has given a moved module the specification of its old name.
+        # The import system has set the module's specification to that of the old name: restore the present one.
         module.__spec__ = module.__spec__.loader_state or module.__spec__
 
 
 def find_moved_modules() -> None:
-    """Have imports of modules by their old names work."""
+    """Install the import hook for modules that have moved to a vertical, so that their old names still work."""
     if not any(isinstance(each, _Moved) for each in sys.meta_path):
         sys.meta_path.append(_Moved())

@@ -1,5 +1,6 @@
-"""A memory for a pretrained Hugging Face model: its configuration, one adapter per model family, and its folder.
+"""Memories for pretrained Hugging Face models: the configuration, one adapter per model family, saving and
+loading.
 
-Use `remanence.attach`; it returns a class of `remanence.hf`. The package is not called `attach`, because importing a
-module of it would replace the function `remanence.attach`.
+Use the function `remanence.attach`; it returns a `remanence.hf.AttachedForCausalLM`. The package is not
+called `attach`, because importing one of its modules would replace the function `remanence.attach`.
 """

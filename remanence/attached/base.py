@@ -1,6 +1,7 @@
-"""The pretrained model that a memory is attached to: loading it, checking that it is supported, and its digest.
+"""Functions for the pretrained model that a memory is attached to: load it, check that it is supported,
+compute its digest.
 
-transformers comes with the extra `attach`, and is imported only when it is needed.
+The extra `attach` installs transformers, which is imported only when it is needed.
 """
 
 from __future__ import annotations
@@ -29,16 +30,19 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 JsonValue = str | int | float | bool | None | list["JsonValue"] | dict[str, "JsonValue"]
+"""Data that can be written as JSON."""
 
 LEGACY_SAMPLES = 4096
-"""Number of values of each weight that digests of earlier versions cover."""
+"""The maximum number of values of each weight tensor that a digest in the earlier format covers."""
 
 
 class PretrainedSource(NamedTuple):
-    """Where a pretrained model is loaded from: a folder or a name on the hub, and the name of its GGUF file, if any."""
+    """The place from which a pretrained model is loaded."""
 
     name: str
+    """A folder, or a name on the Hugging Face hub; empty if unknown."""
     gguf: str | None = None
+    """The name of a GGUF file in the folder; None if the weights are in the usual format of transformers."""
 
     @classmethod
     def from_path(cls, base: str | Path) -> PretrainedSource:
@@ -51,6 +55,7 @@ class PretrainedSource(NamedTuple):
         return cls(str(path.resolve()) if path.is_dir() else str(base))
 
     def _load(self, from_pretrained: Callable[..., T], **options: object) -> T:
+        """Call a ``from_pretrained`` of transformers for this source, and turn its errors into a ValueError."""
         if self.gguf is not None:
             options["gguf_file"] = self.gguf
         try:
@@ -66,7 +71,7 @@ class PretrainedSource(NamedTuple):
             ) from None
 
     def load_model(self, dtype: torch.dtype | None = None) -> PreTrainedModel:
-        """Load the model, in its own dtype unless one is given."""
+        """Load the model. `dtype` None: the dtype in which it is stored; float32 for a GGUF file."""
         from transformers import AutoModelForCausalLM
 
         return self._load(
@@ -75,13 +80,15 @@ class PretrainedSource(NamedTuple):
         )
 
     def load_tokenizer(self) -> PreTrainedTokenizerBase:
-        """Load the tokenizer of transformers."""
+        """Load the tokenizer as a transformers tokenizer."""
         from transformers import AutoTokenizer
 
         return self._load(AutoTokenizer.from_pretrained)
 
     def load_native_tokenizer(self) -> Tokenizer | None:
-        """Load the tokenizer as a `remanence.tokenizers` tokenizer; None if there is none."""
+        """Load the tokenizer as a tokenizer of this package; None if there is none, or it has no
+        ``tokenizer.json``.
+        """
         if not self.name:
             return None
         with suppress(ValueError, AttributeError), TemporaryDirectory() as folder:
@@ -92,7 +99,9 @@ class PretrainedSource(NamedTuple):
 
 
 def check_model(model: PreTrainedModel) -> None:
-    """Raise a ValueError for anything but a causal language model that gradients can pass through."""
+    """Raise a ValueError unless the model is a causal language model of transformers that supports
+    backpropagation.
+    """
     try:
         from transformers import PreTrainedModel
     except ImportError as error:
@@ -126,6 +135,7 @@ class ModelShape(TypedDict):
     dim: int
     num_layers: int
     heads: tuple[int, int, int]
+    """Number of query heads, number of key and value heads, width of a head."""
 
 
 def model_shape(model: PreTrainedModel) -> ModelShape:
@@ -145,11 +155,12 @@ def model_shape(model: PreTrainedModel) -> ModelShape:
 
 
 def digest(model: PreTrainedModel) -> str:
-    """A digest of a pretrained model: of all weights as bfloat16, so that float64, float32 and bfloat16 copies agree,
-    and of the part of the configuration that changes what it computes. Memories and LoRA are not included.
+    """Compute a digest of a pretrained model, as a string. It covers all weights, rounded to bfloat16 so that
+    float64, float32 and bfloat16 copies have the same digest, and the configuration fields that affect the
+    model's output. Memories and LoRA are not included.
     """
     named = sorted((name_without_peft(name), tensor) for name, tensor in _base_tensors(model))
-    with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:  # sha256 is slower than memory
+    with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:  # hashing is slower than reading memory
         parts = list(pool.map(lambda item: hashlib.sha256(_bytes(item[1])).hexdigest(), named))
     shapes = [[name, list(tensor.shape), part] for (name, tensor), part in zip(named, parts, strict=True)]
     return (
@@ -158,12 +169,12 @@ def digest(model: PreTrainedModel) -> str:
 
 
 DIGEST_VERSION = "2:"
-"""The prefix of a digest. Digests of earlier versions, which cover samples of the weights, have no prefix."""
+"""The prefix of a digest. Digests in the earlier format, which cover samples of the weights, have no prefix."""
 
 
 def matches_digest(model: PreTrainedModel, saved: object, now: str | None = None) -> bool:
-    """Whether a saved digest, of this version or an earlier one, is that of a model. `now` is the model's current
-    digest, if known.
+    """Whether a saved digest, in the current or the earlier format, is the digest of a model. `now` is the
+    model's current digest; None: compute it.
     """
     if isinstance(saved, str) and not saved.startswith(DIGEST_VERSION):
         return _legacy_digest(model) == saved
@@ -171,7 +182,7 @@ def matches_digest(model: PreTrainedModel, saved: object, now: str | None = None
 
 
 def is_legacy_digest(saved: object) -> bool:
-    """Whether a digest was written by an earlier version, and covers only samples of the weights."""
+    """Whether a digest is in the earlier format, which covers only samples of the weights."""
     return isinstance(saved, str) and not saved.startswith(DIGEST_VERSION)
 
 
@@ -182,26 +193,27 @@ IGNORED_FIELDS = re.compile(
     r"quantization_config|tie_word_embeddings|max_window_layers|no_rope_layer_interval|"
     r"task_specific_params|finetuning_task|use_bfloat16|torchscript"
 )
-"""Names of configuration fields that the digest ignores: they do not change what a model computes in evaluation, or
-repeat what the weights or another field say (tied embeddings show in the weights, windows in `layer_types`).
+"""Names of configuration fields that the digest ignores. They do not affect the model's output in evaluation,
+or are redundant: tied embeddings are visible in the weights, and windows in `layer_types`.
 """
 
 
 def function_fields(config: PreTrainedConfig) -> JsonValue:
-    """The part of a configuration that changes what a model computes: rotary positions, norms, activation, windows,
-    scaling. Fields that are unknown to the configuration's class are ignored, as the model ignores them.
+    """The configuration fields that affect the model's output: rotary positions, norms, activation, windows,
+    scaling. Fields that the configuration's class does not define are left out, because the model ignores
+    them.
     """
     found = config.to_dict()
     try:
         known = type(config)().to_dict().keys()
-    except Exception:  # a class that cannot be made without arguments
+    except Exception:  # the class cannot be instantiated without arguments
         known = found.keys()
     return _normalized({name: value for name, value in found.items() if name in known})
 
 
 def _normalized(value: object) -> JsonValue:
-    """Configuration data in a form that does not depend on how it was saved: without ignored and empty fields, and with
-    numbers rounded to 6 digits, as a GGUF file has them in float32.
+    """Configuration data in a form that does not depend on how it was saved. Ignored and empty fields are
+    removed, and numbers are rounded to 6 digits, because a GGUF file stores them as float32.
     """
     if isinstance(value, Mapping):
         entries = {
@@ -222,7 +234,9 @@ def _normalized(value: object) -> JsonValue:
 
 
 def _base_tensors(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
-    """The parameters and saved buffers of a pretrained model, without LoRA."""
+    """Yield the names and tensors of a pretrained model's parameters and saved buffers, except LoRA
+    parameters.
+    """
     for name, weight in model.named_parameters():
         if ".lora_" not in name:
             yield name, weight.detach()
@@ -233,13 +247,17 @@ def _base_tensors(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
 
 
 def weights_key(model: PreTrainedModel) -> bytes:
-    """A key that changes whenever a weight changes, also in place. Much faster to compute than a digest."""
+    """A key that changes whenever a weight or the configuration changes, even in place. It is much faster to
+    compute than a digest, and valid only within this process.
+    """
     weights = [(x.data_ptr(), x._version, float(x.sum(dtype=torch.float32))) for _, x in _base_tensors(model)]
     return canonical([function_fields(model.config), weights])
 
 
 def _legacy_digest(model: PreTrainedModel) -> str:
-    """The digest of earlier versions, of at most 4,096 values of each weight; old files have it."""
+    """The digest in the earlier format, which old files contain. It covers at most 4,096 values of each
+    weight.
+    """
     found = hashlib.sha256(canonical({"model_type": model.config.model_type}))
     for name, weight in sorted(
         (name_without_peft(name), weight) for name, weight in model.named_parameters()
@@ -254,11 +272,12 @@ def _legacy_digest(model: PreTrainedModel) -> str:
 
 
 def name_without_peft(name: str) -> str:
-    """The name of a weight without the part that peft adds."""
+    """The name of a parameter without the component ``base_layer`` that peft inserts."""
     return name.replace(".base_layer.", ".")
 
 
 def _bytes(numbers: Tensor) -> memoryview:
+    """The bytes of a tensor on the CPU; floating-point values are rounded to bfloat16 first."""
     if numbers.is_floating_point():
         numbers = numbers.to("cpu", torch.bfloat16)
     return numbers.cpu().contiguous().flatten().view(torch.uint8).numpy().data

@@ -1,4 +1,4 @@
-"""What is attached to a pretrained model, as frozen data. Imports no torch."""
+"""The configuration of a memory that is attached to a pretrained model. This module does not import torch."""
 
 from __future__ import annotations
 
@@ -11,34 +11,37 @@ from remanence.io.migrations import accepts_old_names, current_fields
 from remanence.runtime.choices import check_choice, short_repr
 
 Kind = Literal["neural", "knn"]
+"""The kind of memory: a neural memory, or a store of past keys and values."""
 Place = Literal["beside", "front"]
+"""The position of a neural memory relative to the attention module: in parallel, or before it."""
 PLACES: dict[str, str] = {"beside": "mag", "front": "mal"}
-"""Where a neural memory stands, and the variant of Titans that does the same."""
+"""For each position of a neural memory, the mixer of native models with the same structure."""
 
 
 @accepts_old_names("attach")
 @dataclass(frozen=True, kw_only=True)
 class AttachConfig:
-    """What is attached: ``attach(model, AttachConfig(kind="knn", window=512))``.
+    """The settings of `attach`: ``attach(model, AttachConfig(kind="knn", window=512))``.
 
     The fields that describe the pretrained model (`base`, `vocab_size`, `dim`, `num_layers`, `heads`) are filled in by
     `attach`, as are `layers`, `attention` and the dimensions of the memory, where they are not given.
 
     Attributes:
-        base: a digest of the pretrained model: its weights, and its configuration.
-        vocab_size, dim, num_layers: of that model.
-        heads: of its attention: queries, keys and values, and the width of each.
-        layers: the layers with a memory, counted from 0.
-        every: or a memory in every so many layers; None: in every eighth. A store is in one layer, at three quarters of
-            the depth. Not saved: `layers` is.
+        base: a digest of the weights and the configuration of the pretrained model.
+        vocab_size, dim, num_layers: vocabulary size, width and number of layers of the pretrained model.
+        heads: sizes of the model's attention: number of query heads, number of key and value heads, width of a head.
+        layers: indices of the layers that have a memory, counted from 0.
+        every: instead of `layers`: add a neural memory to every `every`-th layer; None: to every eighth. A kNN store is
+            added to one layer only, at three quarters of the depth. Not saved, because `layers` is.
         kind: "neural", or "knn" for a store of past keys and values (needs a window).
-        place: "beside" attention (as in MAG) or in "front" of it (as in MAL). A store is always beside.
-        window: tokens that attention sees, the current one included; None: all, as the model was made.
-        sinks: of a window: the first tokens of a text, which attention sees as well.
-        attention: the name of an attention module in its layer; None: as the model's family has it.
-        segment: after how many tokens a memory starts again in mode "fresh".
-        memory, knn: the neural memories (a `MemoryConfig`, or its fields as a dict) and the stores (`KnnConfig`).
-        lora: the rank of trained changes to the attention's own projections (extra `lora`); 0: none.
+        place: position of a neural memory: "beside" attention (as in MAG) or in "front" of it (as in MAL). A kNN store
+            is always beside attention.
+        window: number of tokens that attention sees, including the current one; None: the model's own attention.
+        sinks: number of tokens at the start of a text that attention with a window sees in addition.
+        attention: the name of the attention module within each layer; None: the name for the model's family.
+        segment: number of tokens after which memories are reset in mode "fresh".
+        memory, knn: settings of neural memories (a `MemoryConfig` or a dict of its fields) and of stores (`KnnConfig`).
+        lora: the rank of LoRA on the attention's projections (needs the extra `lora`); 0: no LoRA.
     """
 
     base: str = ""
@@ -99,7 +102,9 @@ class AttachConfig:
         num_layers: int,
         heads: tuple[int, int, int],
     ) -> AttachConfig:
-        """The same for a pretrained model: with its digest and shape, and the layers chosen."""
+        """A copy completed for a pretrained model: with its digest (`base`), the name of its attention
+        modules, its sizes, and the indices of the layers that get a memory.
+        """
         every = min(8, num_layers) if self.every is None else self.every
         if type(every) is not int or not 1 <= every <= num_layers:
             raise ValueError(
@@ -124,30 +129,36 @@ class AttachConfig:
 
     @property
     def blocks(self) -> tuple[str, ...]:
-        """What each layer would be called in a model of ours."""
+        """For each layer, the name in `MIXERS` of the native layer with the same structure."""
         plain = "attention" if self.window is None else "window"
         own = "knn" if self.kind == "knn" else PLACES[self.place]
         return tuple(own if layer in self.layers else plain for layer in range(self.num_layers))
 
     @property
     def pattern(self) -> tuple[str, ...]:
+        """The same as `blocks`, under the name that `ModelConfig` uses."""
         return self.blocks
 
     def outline(self) -> ModelConfig:
-        """A model of ours with the same vocabulary, layers and memories, for who asks a configuration what it has."""
+        """The configuration of a native model with the same vocabulary, layers and memories, for code that
+        needs a `ModelConfig`.
+        """
         return ModelConfig(
             vocab_size=self.vocab_size, dim=self.dim, num_layers=self.num_layers, pattern=self.blocks, heads=1,
             window=self.window or 2048, segment=self.segment, memory=self.memory, knn=self.knn,
         )  # fmt: skip
 
     def to_dict(self) -> dict[str, Any]:
-        """As it is saved: `every` has become `layers`."""
+        """The fields as JSON data, without `every`, which `layers` replaces."""
         saved = {**asdict(self), "layers": list(self.layers), "heads": list(self.heads)}
         del saved["every"]
         return saved
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> AttachConfig:
+        """A saved configuration; fields that were renamed since are accepted. Raises a ValueError for unknown
+        or missing fields.
+        """
         data = current_fields("attach", data)
         for name in data:
             check_choice("AttachConfig field", name, [each.name for each in fields(cls)])
@@ -168,13 +179,13 @@ DEFAULT_MEMORY: dict[str, Any] = {
     "induction": True,
     "forget_bias": -10.0,
 }
-"""Where an attached neural memory differs from our models' own, as measured on books and facts
-(docs/results/attach.md).
+"""Defaults of attached neural memories that differ from those of `MemoryConfig`, chosen by experiments on
+books and facts (docs/results/attach.md).
 """
 
 
 def _memory_fields(memory: Any) -> dict[str, Any]:
-    """The fields of a memory as they were given."""
+    """The fields of `memory`, which is a `MemoryConfig`, a mapping, or None for no fields, as a dict."""
     if isinstance(memory, MemoryConfig):
         return asdict(memory)
     if not isinstance(memory, Mapping | None):

@@ -1,7 +1,8 @@
-"""The folder of an attached model: what is new, and which pretrained model it belongs to.
+"""Saving and loading of attached models.
 
-``config.json`` names the pretrained model and describes what was attached; ``model.safetensors`` holds the new weights
-alone. The pretrained model is found by its name again, and refused if it is another one.
+In the folder of an attached model, ``config.json`` contains the name of the pretrained model and the
+`AttachConfig`, and ``model.safetensors`` only the parameters of memories and LoRA. Loading finds the
+pretrained model by its name, and raises an error if its digest differs.
 """
 
 from __future__ import annotations
@@ -25,15 +26,19 @@ from remanence.model import CausalModel, Model
 from remanence.runtime.choices import short_repr
 
 KIND = "remanence_attached"
-"""The model type, as transformers calls it."""
+"""The `model_type` in ``config.json``."""
 WEIGHTS = "model.safetensors"
+"""The file name of the parameters of memories and LoRA."""
 AUTO = Auto("AttachedConfig", "AttachedForCausalLM")
+"""The module written into the folder, from which the Auto classes of transformers import these two classes."""
 MAX_CONFIG_BYTES = 2**21
-"""Bytes of a configuration at most."""
+"""The largest size of a ``config.json`` that is read, in bytes."""
 
 
 def check_unattached(base: Any) -> None:
-    """Refuse, before weights are loaded, a base that has a memory: a model or a folder of this package."""
+    """Raise a ValueError if `base` has a memory already: a model or a folder of this package. Loads no
+    weights.
+    """
     kind = getattr(getattr(base, "config", None), "model_type", None)
     if isinstance(base, str | Path) and (path := resolve_model_path(base) / "config.json").is_file():
         with suppress(ValueError):
@@ -44,7 +49,7 @@ def check_unattached(base: Any) -> None:
 
 
 def is_attached(folder: str | Path) -> bool:
-    """Whether a folder holds an attached model, by what its config.json calls itself."""
+    """Whether a folder contains an attached model, according to the `model_type` in its config.json."""
     path = resolve_model_path(folder) / "config.json"
     if not path.is_file():
         return False
@@ -54,7 +59,7 @@ def is_attached(folder: str | Path) -> bool:
 
 
 def save(model: Attached, folder: str | Path) -> None:
-    """`Attached.save`."""
+    """Write an attached model to a folder: the implementation of `Attached.save`."""
     folder = Path(folder)
     if folder.exists() and not folder.is_dir():
         raise ValueError(f"folder: expected a folder to write into, got the file {folder}")
@@ -66,7 +71,7 @@ def save(model: Attached, folder: str | Path) -> None:
 
 
 def read_config(folder: str | Path) -> tuple[AttachConfig, PretrainedSource]:
-    """What a folder says of itself."""
+    """Read config.json of an attached model: the configuration, and the source of the pretrained model."""
     path = resolve_model_path(folder) / "config.json"
     data = read_json(path, MAX_CONFIG_BYTES)
     try:
@@ -87,8 +92,10 @@ def load(
     dtype: torch.dtype | None = None,
     trained: bool = False,
 ) -> Any:
-    """The `Attached` model of a folder that `save` wrote. `base` is the pretrained model, its folder or its name; None:
-    the one named in the folder. `trained`: load the new weights as float32, to train them.
+    """Load an `Attached` model from a folder that `save` wrote. `base` is the pretrained model, its folder or
+    its name; None: the one named in config.json. `dtype` is that of the pretrained model; None: the dtype in
+    which it is stored. With `trained`, the parameters of memories and LoRA are loaded as float32, so that
+    they can be trained.
     """
     folder = resolve_model_path(folder)
     config, source = read_config(folder)
@@ -100,7 +107,8 @@ def load(
         source = PretrainedSource.from_path(base)
     model = base if base is not None and not isinstance(base, str | Path) else source.load_model(dtype)
     check_model(model)
-    # float16 rounds other dtypes' weights twice: what is compared is the model as it is stored.
+    # Digests are of weights rounded to bfloat16. Weights that were rounded to float16 first would give another digest,
+    # so the digest is computed from the model in its stored dtype.
     rounded = model is not base and dtype == torch.float16 and model.dtype == dtype
     stored = source.load_model() if rounded else model
     if not matches_digest(stored, config.base):
@@ -136,14 +144,16 @@ def load(
 def load_model(
     folder: str | Path, *, device: torch.device | str = "cpu", dtype: torch.dtype | None = None
 ) -> Any:
-    """The `CausalModel` of a folder, whichever kind it is: one of ours, or one attached to a pretrained model."""
+    """Load a `CausalModel` from a folder: a native `Model`, or an `Attached` model."""
     if is_attached(folder):
         return load(folder, device=device, dtype=dtype)
     return Model.load(folder, device=device, dtype=dtype)
 
 
 def describe(model: Attached, config: AttachConfig | None = None) -> dict[str, Any]:
-    """The configuration as JSON: of what is new, and where the pretrained model is found."""
+    """The content of config.json: the source of the pretrained model, and the `AttachConfig` with a digest.
+    `config` replaces the configuration of the model; None: the model's own.
+    """
     return {
         "architectures": ["AttachedForCausalLM"],
         "model_type": KIND,

@@ -1,4 +1,6 @@
-"""One layer of a pretrained model: its attention module, the hooks on it, and the memory that it may have."""
+"""One layer of a pretrained model: its attention module, the hooks on that module, and the memory, if it has
+one.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,9 @@ if TYPE_CHECKING:
     from remanence.attached.model import Attached
 
 HookArgs = tuple[Any, ...]
+"""The positional arguments of a hooked attention module."""
 HookKwargs = dict[str, Any]
+"""The keyword arguments of a hooked attention module."""
 
 
 class _AttachedLayerState(NamedTuple):
@@ -31,8 +35,8 @@ class _AttachedLayerState(NamedTuple):
 
 
 class AttachedLayerState(_AttachedLayerState, TensorTuple):
-    """The keys and values of a layer (a `WindowState` if the model has a window), and the state of its memory, if it
-    has one.
+    """The state of one layer: its keys and values (a `WindowState` if the model has a window), and the state
+    of its memory (None if it has no memory).
     """
 
     __slots__ = ()
@@ -44,8 +48,8 @@ class AttachedLayerState(_AttachedLayerState, TensorTuple):
 
 
 class AttachedLayer:
-    """The attention module of one layer, with hooks that call the layer's memory. It is not an `nn.Module`: the
-    parameters of the memory belong to the `Attached` model.
+    """The attention module of one layer, with a hook that calls the layer's memory. This class is not an
+    `nn.Module`: the `Attached` model (`owner`) registers the parameters of the memory.
     """
 
     def __init__(self, owner: Attached, index: int, module: nn.Module) -> None:
@@ -78,7 +82,9 @@ class AttachedLayer:
             self.hook.remove()
 
     def set_window(self, window: int | None) -> None:
-        """Set the window of the model; the layer uses the smaller of it and its native window."""
+        """Set the attention window. The layer uses the smaller of `window` and the window that the pretrained
+        model gives it. None: use the attention of the pretrained model.
+        """
         config = self.owner.config
         self.window_spec = (
             None
@@ -119,13 +125,15 @@ class AttachedLayer:
             return torch.zeros_like(x)
         state = None if call.state is None else call.state.blocks[self.index].memory
         inner = x if call.mask is None else x[call.mask].unsqueeze(0)
-        if not torch.is_autocast_enabled(x.device.type):  # the memory may have a wider dtype than the base
+        if not torch.is_autocast_enabled(x.device.type):  # the memory may have a wider dtype than x
             inner = inner.to(memory.layer.o_proj.weight.dtype)
         m, call.memories[self.index], call.traces[self.index] = memory(inner, state, call.offsets, call.mode)
         return (m if call.mask is None else pad_to_mask(m, call.mask)).to(x.dtype)
 
     def _record_input(self, module: nn.Module, args: HookArgs, kwargs: HookKwargs) -> None:
-        """Save the input of the attention module for the kNN store, which is queried after attention."""
+        """A hook that saves the input of the attention module for the kNN store, which is queried after
+        attention.
+        """
         call = self.owner.current_call()
         if call is not None:
             call.inputs[self.index] = args[0] if args else kwargs["hidden_states"]
@@ -133,7 +141,7 @@ class AttachedLayer:
     def _add_to_input(
         self, module: nn.Module, args: HookArgs, kwargs: HookKwargs
     ) -> tuple[HookArgs, HookKwargs]:
-        """As in MAL: the input of attention is x plus the output of the memory."""
+        """A hook that adds the output of the memory to the input of attention, as in MAL."""
         x = args[0] if args else kwargs["hidden_states"]
         y = x + self._read(x)
         return ((y, *args[1:]), kwargs) if args else (args, {**kwargs, "hidden_states": y})
@@ -141,7 +149,7 @@ class AttachedLayer:
     def _add_to_output(
         self, module: nn.Module, args: HookArgs, kwargs: HookKwargs, output: Tensor | tuple[Tensor, ...]
     ) -> Tensor | tuple[Tensor, ...]:
-        """As in MAG, with a sum: the output of the memory is added to that of attention."""
+        """A hook that adds the output of the memory to the output of attention, in parallel as in MAG."""
         m = self._read(args[0] if args else kwargs["hidden_states"])
         return output + m if isinstance(output, Tensor) else (output[0] + m, *output[1:])
 
@@ -157,8 +165,9 @@ def windowed_attention(
     softcap: float | None = None,
     **_: object,
 ) -> tuple[Tensor, None]:
-    """The attention function of a model with a window, with the kNN store of the layer if it has one. transformers
-    calls it with rotated queries, keys and values ``[b h t e]``, and expects ``[b t h e]``.
+    """The attention function of a model with a window. It also reads the kNN store of the layer, if there is
+    one. transformers calls it with rotated queries, keys and values ``[b h t e]``, and expects an output
+    ``[b t h e]`` and the attention weights, which are always None here.
     """
     layer: AttachedLayer = module.remanence_layer  # type: ignore[assignment]
     owner, index, spec = layer.owner, layer.index, layer.window_spec
@@ -180,7 +189,9 @@ def windowed_attention(
 
 @torch.no_grad()
 def zero_output(layer: NeuralMemory) -> None:
-    """Initialise the output projection to zero, and the convolution of values to the identity."""
+    """Initialise the output projection of a memory to zero, so that attaching it does not change the model,
+    and the convolution of its values to the identity.
+    """
     layer.o_proj.weight.zero_()
     if layer.v_conv.weight is not None:
         layer.v_conv.weight.zero_()

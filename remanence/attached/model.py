@@ -1,8 +1,8 @@
-"""A pretrained model with memories: the code of the pretrained model runs, and hooks on its attention modules call the
-memories.
+"""The class `Attached`: a pretrained model with memories. The code of the pretrained model runs unchanged,
+and hooks on its attention modules call the memories.
 
-It satisfies `remanence.model.CausalModel`, so that sessions, memory files, training and evaluation work as with a
-`Model`.
+`Attached` satisfies the protocol `remanence.model.CausalModel`, so sessions, memory files, training and
+evaluation work as with a `Model`.
 """
 
 from __future__ import annotations
@@ -45,24 +45,25 @@ if TYPE_CHECKING:
 
 
 ATTENTION = "remanence"
-"""The name under which transformers finds `windowed_attention`."""
+"""The name under which `windowed_attention` is registered in transformers."""
 
 
 class Attached(nn.Module):
     """A pretrained model with memories: ``logits, state = attached(tokens, state)``.
 
-    `base` is the pretrained model, whose weights are frozen. `attached_layers` holds an `AttachedLayer` for each of its
-    attention modules. The window of attention may be changed later: ``attached.window = 256``.
+    `base` is the pretrained model, whose weights are frozen. `attached_layers` holds an `AttachedLayer` for
+    each of its attention modules. The attention window can be changed at any time: ``attached.window = 256``.
     """
 
     folder: Path | None = None
+    """The folder from which the model was loaded; None if it was not loaded."""
     sites = renamed_attribute("sites", "attached_layers")
 
     def __init__(
         self, model: PreTrainedModel, config: AttachConfig, source: pretrained.PretrainedSource | None = None
     ) -> None:
         super().__init__()
-        _check_window(model, config.window)  # before anything is changed
+        _check_window(model, config.window)  # raise before the model is changed
         self.config = config
         self.base, self.family = model, family_of(model)
         self.source = source or pretrained.PretrainedSource(getattr(model, "name_or_path", ""))
@@ -87,8 +88,8 @@ class Attached(nn.Module):
         return f"layers={self.config.layers}, window={self.window}"
 
     def detach(self) -> PreTrainedModel:
-        """The pretrained model as it was before `attach`: without hooks, LoRA and window, and with the same trainable
-        parameters.
+        """Undo `attach` and return the pretrained model: remove hooks, LoRA and the window, and make the same
+        parameters trainable as before.
         """
         if not self.attached_layers:
             raise ValueError("model: expected an attached model, got one that has been detached")
@@ -106,7 +107,7 @@ class Attached(nn.Module):
     # Parameters and configuration.
 
     def saved_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """The new parameters, of memories and LoRA, with their names. Only these are trained and saved."""
+        """Yield the names and parameters of memories and LoRA. Only these are trained and saved."""
         for name, parameter in self.named_parameters():
             if name.startswith("memories.") or ".lora_" in name:
                 yield name, parameter
@@ -119,8 +120,9 @@ class Attached(nn.Module):
         return replace(self.config, base=self._digest[1])
 
     def upgrade_config(self, saved: dict[str, Any], where: str) -> dict[str, Any]:
-        """A saved configuration with current field names, and with the current digest if it has a digest of an earlier
-        version that matches the pretrained model. `where` is named in the warning.
+        """Convert the fields of a saved configuration to current names. If its digest is in the earlier
+        format and matches the pretrained model, replace it by the current digest and warn. `where` is the
+        file name to show in the warning.
         """
         saved = current_fields("attach", saved)
         earlier = saved.get("base")
@@ -133,16 +135,22 @@ class Attached(nn.Module):
         return {**saved, "base": self.current_config().base}
 
     def state_template(self) -> State:
+        """The initial state of one document on the meta device, for its structure, shapes and dtypes."""
         return self.start(1).map(lambda tensor: torch.empty_like(tensor, device="meta"))
 
     def state_layout(self) -> tuple[State, list[int]]:
+        """The `state_template`, and for each layer the index of its part in it. Here, each layer has its own
+        part.
+        """
         return self.state_template(), list(range(self.config.num_layers))
 
     def pretrained_tokenizer(self) -> Tokenizer | None:
+        """Load the tokenizer of the pretrained model; None if there is none."""
         return self.source.load_native_tokenizer()
 
     @property
     def embed(self) -> nn.Embedding:
+        """The input embeddings of the pretrained model."""
         return self.base.get_input_embeddings()  # type: ignore[return-value]
 
     @property
@@ -160,6 +168,7 @@ class Attached(nn.Module):
 
     @property
     def memory_mode(self) -> Mode:
+        """The memory mode of calls that do not specify one."""
         return self._memory_mode
 
     @memory_mode.setter
@@ -169,7 +178,7 @@ class Attached(nn.Module):
     memory = RenamedMode()
 
     def check_mode(self, mode: Mode) -> Mode:
-        """The mode, if it is one."""
+        """Return the mode; raise a ValueError if there is no such mode."""
         check_choice("memory_mode", mode, MODES)
         return mode
 
@@ -179,12 +188,14 @@ class Attached(nn.Module):
 
     @property
     def has_windows(self) -> bool:
-        """Whether some layers of the pretrained model have a sliding window."""
+        """Whether any layer of the pretrained model itself has a sliding window."""
         return any(layer.native_window is not None for layer in self.attached_layers)
 
     @property
     def window(self) -> int | None:
-        """Number of tokens that attention sees; None: as in the pretrained model."""
+        """Number of tokens that attention sees, including the current one; None: the attention of the
+        pretrained model.
+        """
         return self._window
 
     @window.setter
@@ -197,8 +208,8 @@ class Attached(nn.Module):
 
     @property
     def threshold(self) -> float:
-        """The step size below which a token is not written to neural memories, as `MemoryConfig.threshold`. It may be
-        set after training, and is saved with the model.
+        """The step size below which a token is not written to neural memories (`MemoryConfig.threshold`). It
+        can be set after training, and is saved with the model.
         """
         return self.config.memory.threshold
 
@@ -213,6 +224,7 @@ class Attached(nn.Module):
 
     @property
     def checkpointing(self) -> bool:
+        """Whether activation checkpointing is used: backward recomputes the activations of each layer."""
         return self._checkpointing
 
     @checkpointing.setter
@@ -220,15 +232,15 @@ class Attached(nn.Module):
         before, self._checkpointing = self._checkpointing, on
         if not on:
             self.base.gradient_checkpointing_disable()
-            if before:  # transformers leaves its hook at the embeddings
+            if before:  # transformers does not remove its hook on the embeddings
                 self.base.disable_input_require_grads()
             return
-        # Recomputed layers must find the call that they belong to.
+        # When a layer is recomputed in backward, `CURRENT_CALL` must be the call that it belongs to.
         contexts = lambda: (nullcontext(), set_current_call(CURRENT_CALL.get()))
         self.base.gradient_checkpointing_enable({"use_reentrant": False, "context_fn": contexts})
 
     def current_call(self) -> Call | None:
-        """The call of this model that runs in this thread; None if the pretrained model is called directly."""
+        """The running call of this model in this thread; None if the pretrained model was called directly."""
         call = CURRENT_CALL.get()
         return call if call is not None and call.model is self else None
 
@@ -251,7 +263,9 @@ class Attached(nn.Module):
         return State(tuple(layer.start(rows) for layer in self.attached_layers), zero)
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """The logits of hidden vectors, soft-capped as the pretrained model does (Gemma)."""
+        """The logits ``[... v]`` of hidden vectors ``[... d]``, soft-capped if the pretrained model caps them
+        (Gemma).
+        """
         logits = self.base.get_output_embeddings()(hidden)
         cap = self.family.logit_cap(self.base.config)
         return logits if cap is None else (logits / cap).tanh() * cap
@@ -266,7 +280,9 @@ class Attached(nn.Module):
         memory_mode: Mode | None = None,
         memory: Mode | None = None,
     ) -> tuple[Tensor, State]:
-        """The logits of the next token at each position ``[b t v]``, and the new state, as `Model.forward`."""
+        """Compute the logits of the next token at each position ``[b t v]``, and the new state, as
+        `Model.forward`.
+        """
         if memory is not None:
             memory_mode = renamed_mode(memory, level=5)  # through the calls of nn.Module
         trace = self.trace(tokens, state, mask=mask, offsets=offsets, memory_mode=memory_mode)
@@ -284,7 +300,9 @@ class Attached(nn.Module):
         layers: bool = False,
         memory: Mode | None = None,
     ) -> Trace:
-        """`forward` without the logits, as `Model.trace`. The inputs of the layers are returned only with `layers`."""
+        """Run `forward` without the logits, as `Model.trace`. Return the inputs of the layers only if
+        `layers` is set.
+        """
         if memory is not None:
             memory_mode = renamed_mode(memory)
         if not self.attached_layers:
@@ -308,7 +326,9 @@ class Attached(nn.Module):
         return read_windowed(self, tokens, state, mask, borders, mode, keep, layers)
 
     def _check_call(self, tokens: Tensor, state: object, mask: object, offsets: object) -> None:
-        """Raise a ValueError for a wrong state or mask."""
+        """Raise a ValueError for a state of another model, a mask of a wrong shape or dtype, or both mask and
+        offsets.
+        """
         if state is not None and (
             not isinstance(state, State) or len(state.blocks) != len(self.attached_layers)
         ):
@@ -333,7 +353,9 @@ class Attached(nn.Module):
     def _check_length(
         self, tokens: Tensor, state: State | None, mask: Tensor | None, borders: list[int] | None
     ) -> None:
-        """Raise a ValueError for a text that is longer than the learned positions."""
+        """Raise a ValueError if a text, including the tokens read before, has more tokens than learned
+        positions.
+        """
         limit = self.max_positions
         if limit is None:
             return
@@ -359,8 +381,8 @@ class Attached(nn.Module):
         save(self, folder)
 
     def fit_window(self, state: State) -> State | None:
-        """A state of this model with a larger window, shortened to the current window. None if its window was smaller:
-        it lacks tokens that the current window sees.
+        """Convert a state that this model made with a larger window to the current window, by dropping old
+        tokens. None if the state has a smaller window, because it lacks tokens that the current window sees.
         """
         if self._window is None:
             return state
@@ -375,12 +397,14 @@ class Attached(nn.Module):
 
 
 def _check_window(model: PreTrainedModel, window: int | None) -> None:
-    """Raise a ValueError if a model cannot have a window; else make `windowed_attention` known to transformers."""
+    """Raise a ValueError if a model cannot have a window; otherwise register `windowed_attention` in
+    transformers. Does nothing if `window` is None.
+    """
     if window is None:
         return
     if (reason := family_of(model).window_unsupported_reason(model)) is not None:
         raise ValueError(f"window: expected None for {reason}; got {window}")
     from transformers import AttentionInterface
 
-    # transformers makes no masks for an attention function that it does not know.
+    # transformers computes no masks for attention functions that are not its own.
     AttentionInterface.register(ATTENTION, windowed_attention)

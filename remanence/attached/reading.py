@@ -1,4 +1,6 @@
-"""A forward pass of a pretrained model with memories: with its own attention and cache, or with a sliding window."""
+"""The forward pass of a pretrained model with memories, in two versions: with the model's own attention and
+cache, or with a sliding window.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,21 @@ if TYPE_CHECKING:
 
 
 class Call:
-    """One forward pass of the pretrained model: the arguments that its layers need, and the results that they add."""
+    """One forward pass of the pretrained model: the arguments that its layers need, and the results that they add.
+
+    position
+        Number of tokens that each row has read before this call ``[r]``.
+    offsets
+        For packed documents, or rows with padding removed: 0, then the end of each document; None otherwise.
+    mask
+        True at tokens, false at padding ``[b t]``; None without padding.
+    rotations
+        For each `Family.rotation_key`, the cosines and sines that rotate queries to where they see the first tokens.
+    attention_states, memories, traces
+        The results of each layer, by its index.
+    inputs
+        The inputs of attention modules with a kNN store, by layer index.
+    """
 
     def __init__(
         self,
@@ -51,14 +67,14 @@ class Call:
 
 
 CURRENT_CALL: ContextVar[Call | None] = ContextVar("call", default=None)
-"""The call that runs in this thread. Hooks find it here, because the code of the pretrained model passes no further
-arguments to its attention modules.
+"""The running call in this thread; None if there is none. Hooks read it from here, because the code of the
+pretrained model cannot pass additional arguments to its attention modules.
 """
 
 
 @contextmanager
 def set_current_call(call: Call | None) -> Iterator[None]:
-    """A context in which `CURRENT_CALL` is this call."""
+    """A context manager that sets `CURRENT_CALL`."""
     token = CURRENT_CALL.set(call)
     try:
         yield
@@ -70,7 +86,10 @@ def read_windowed(
     model: Attached, tokens: Tensor, state: State | None, mask: Tensor | None, borders: list[int] | None, mode: Mode,
     keep: bool, layers: bool,
 ) -> Trace:  # fmt: skip
-    """A forward pass with sliding windows. Padding is removed and documents are packed, as `Backbone` does."""
+    """Run the model with sliding windows. If there is a mask, padding is removed and the rows are read as
+    packed documents, as in `Backbone`. `keep`: whether to return a complete state; `layers`: whether to
+    return the inputs of the layers.
+    """
     if mask is not None:
         borders = [0, *mask.sum(1).cumsum(0).tolist()]
         inside = read_windowed(model, tokens[mask].unsqueeze(0), state, None, borders, mode, keep, layers)
@@ -110,8 +129,8 @@ def read_full_attention(
     model: Attached, tokens: Tensor, state: State | None, mask: Tensor | None, borders: list[int] | None, mode: Mode,
     keep: bool, layers: bool,
 ) -> Trace:  # fmt: skip
-    """A forward pass with the model's own attention, masks and cache."""
-    if borders is not None:  # one row per document
+    """Run the model with its own attention, masks and cache. The arguments are those of `read_windowed`."""
+    if borders is not None:  # unpack the documents to one row each
         rows, back = to_rows(tokens, borders)
         counts = torch.tensor(borders, device=tokens.device).diff()
         inner_mask = torch.arange(rows.shape[1], device=tokens.device) < counts.unsqueeze(-1)
@@ -120,14 +139,14 @@ def read_full_attention(
         traces = tuple(MemoryTrace.map_tensors(trace, packed) for trace in inside.traces)
         return Trace(packed(inside.hidden), inside.state, traces, tuple(packed(x) for x in inside.layers))
     if model._checkpointing and model.training and torch.is_grad_enabled():
-        # transformers has no cache with activation checkpointing
+        # transformers supports no cache with activation checkpointing.
         if state is not None:
             raise ValueError(
                 "state: expected None while checkpointing, with attention that is not narrowed, got one"
             )
         keep = False
     if mask is not None and model.has_windows and bool((mask[:, 1:] > mask[:, :-1]).any()):
-        # transformers counts a sliding window in columns, padding included: move padding behind the tokens.
+        # transformers counts padding as a part of a sliding window, so padding is moved to the end of each row.
         order = (~mask).to(torch.uint8).argsort(dim=1, stable=True)
         inside = read_full_attention(
             model, tokens.gather(1, order), state, mask.gather(1, order), None, mode, keep, layers
@@ -161,19 +180,21 @@ def read_full_attention(
     if mask is None:
         return trace
     traces = tuple(MemoryTrace.map_tensors(each, lambda x: pad_to_mask(x, mask)) for each in trace.traces)
-    # The hidden vectors of padding are meaningless, and are not cleared.
+    # The hidden vectors at padding are meaningless. They are not set to zero.
     return trace._replace(traces=traces, state=trace.state._replace(position=position + mask.sum(1)))
 
 
 def start_position(model: Attached, rows: int, state: State | None) -> Tensor:
-    """The number of tokens that each row has read before the call ``[r]``."""
+    """The number of tokens that each row has read before the call ``[r]``; zeros if `state` is None."""
     if state is not None:
         return state.position
     return with_host_copy(torch.zeros(rows, dtype=torch.int64, device=model.device), [0] * rows)
 
 
 def restore_cache(model: Attached, state: State | None, longest: int) -> DynamicCache:
-    """A cache of transformers with the keys and values of a state ``[r h s e]``."""
+    """Create a transformers cache that contains the last `longest` keys and values of a state ``[r h s e]``.
+    The cache is empty if `longest` is 0.
+    """
     cache = model.family.cache(model.base)
     for layer in cache.layers:
         if getattr(layer, "is_sliding", False):
@@ -189,9 +210,12 @@ def restore_cache(model: Attached, state: State | None, longest: int) -> Dynamic
 
 
 def record_cache(model: Attached, call: Call, cache: DynamicCache, read: Tensor, position: Tensor) -> None:
-    """Record the keys and values of a cache as the states of the layers, the newest token of each row last."""
+    """Store the keys and values of a cache as attention states in `call`. Each row is sorted so that padding
+    comes first and the newest token last. `read` is true at tokens ``[r s]``, `position` the number of tokens
+    read ``[r]``.
+    """
     order = None
-    if not bool((read[:, 1:] >= read[:, :-1]).all()):  # padding between or behind tokens
+    if not bool((read[:, 1:] >= read[:, :-1]).all()):  # there is padding between or after tokens
         order = read.to(torch.uint8).argsort(dim=1, stable=True)
     for index, layer in enumerate(cache.layers):
         pair: tuple[Tensor, Tensor] = getattr(layer, "whole", None) or (layer.keys, layer.values)  # type: ignore[union-attr,assignment]
@@ -205,7 +229,9 @@ def record_cache(model: Attached, call: Call, cache: DynamicCache, read: Tensor,
 def run_base(
     model: Attached, call: Call, layers: bool, **given: Tensor | bool | DynamicCache
 ) -> tuple[Tensor, tuple[Tensor, ...]]:
-    """The last hidden state of the pretrained model, and the input of each layer if `layers`."""
+    """Call the pretrained model with the arguments `given`. Return its last hidden state ``[b t d]``, and the
+    inputs of its layers (empty unless `layers`).
+    """
     with set_current_call(call):
         out = model.base.base_model(**given, output_hidden_states=layers or None)
     return out.last_hidden_state, out.hidden_states[:-1] if layers else ()
@@ -219,7 +245,9 @@ def make_trace(
     borders: list[int] | None,
     tokens: int,
 ) -> Trace:
-    """The trace of a call from what its layers have recorded."""
+    """Build the trace of a call from the results that the layers stored in it. `hidden` is the output of the
+    last layer, `inner` the inputs of the layers, `tokens` the number of columns of the call.
+    """
     counts: Tensor | int = tokens if borders is None else torch.tensor(borders, device=hidden.device).diff()
     position = advance_position(call.position, counts)
     blocks: tuple[AttachedLayerState, ...] = ()
@@ -233,8 +261,9 @@ def make_trace(
 
 
 def _keep_all_keys(layer: Any) -> Any:
-    """An `update` method for a sliding layer of a cache that also keeps all keys and values, as ``layer.whole``. States
-    are made of these, so that tokens can be cropped; attention gets the same keys as without it.
+    """Return a replacement for the `update` method of a cache layer with a sliding window. It also keeps all
+    keys and values, as ``layer.whole``. States contain these, so that tokens can be cropped. Attention is not
+    changed.
     """
     plain = layer.update
 
@@ -248,7 +277,7 @@ def _keep_all_keys(layer: Any) -> Any:
 
 
 def _reordered(trace: Trace, order: Tensor) -> Trace:
-    """A trace with its columns in another order ``[b t]``."""
+    """A copy of a trace with its columns permuted: column i of the result is column `order[:, i]` ``[b t]``."""
 
     def pick(x: Tensor) -> Tensor:
         index = order.reshape(*order.shape, *[1] * (x.dim() - 2)).expand(-1, -1, *x.shape[2:])

@@ -1,7 +1,9 @@
-"""A kNN store for an attention layer of a pretrained model, as Memorizing Transformers adds one by fine-tuning.
+"""A kNN store for an attention layer of a pretrained model. Memorizing Transformers adds such a store by
+fine-tuning.
 
-Queries, keys and values are those of the pretrained layer, before rotation. A gate per head mixes in what is retrieved.
-The gate is tanh of a parameter that is initialised to zero; the paper's sigmoid is never zero.
+The store uses the queries, keys and values of the pretrained layer, before rotation. A gate for each head
+adds the retrieved values to the output of attention. The gate is tanh of a parameter that is initialised to
+zero, so the store has no effect at first; the paper's sigmoid gate is never zero.
 """
 
 from __future__ import annotations
@@ -26,11 +28,14 @@ if TYPE_CHECKING:
     from remanence.attached.reading import Call
 
 POLICIES = ("all", "random")
-"""The supported write policies. The others need token frequencies or the outputs of all layers."""
+"""The supported write policies. Other policies need token frequencies or the outputs of all layers."""
 
 
 class PrecomputedAttention:
-    """Stands in for the attention module of `Knn`: returns attention that the pretrained model has computed."""
+    """A replacement for the attention module of `Knn` that computes no attention: its input `local` is
+    attention that the pretrained model has computed. It calls `fuse`, and returns the output in the order of
+    the call and the state.
+    """
 
     def __call__(
         self,
@@ -45,8 +50,8 @@ class PrecomputedAttention:
 
 
 class AttachedKnn(Knn):
-    """The kNN store of a layer. Its input is an `AttentionOutput`: attention over the window, the queries to search
-    for and the keys and values to write.
+    """The kNN store of a layer. Its input is an `AttentionOutput`, which contains attention over the window,
+    the queries for the search, and the keys and values to write.
     """
 
     def __init__(self, config: AttachConfig) -> None:
@@ -85,11 +90,15 @@ class AttachedKnn(Knn):
             )
 
     def importance(self, x: Tensor | AttentionOutput, ctx: Context) -> Tensor:
+        """The importance of each token ``[b t]``. It depends on the tokens in `ctx`, not on x."""
         assert ctx.text is not None
         return super().importance(ctx.text.tokens, ctx)
 
     def combine(self, y: Tensor, retrieved: tuple[Tensor, Tensor] | None) -> Tensor:
-        """Attention over the window, interpolated by the gate with what was retrieved, where anything was."""
+        """Interpolate between attention over the window, `y`, and the retrieved output, by the gate of each
+        head. Queries that retrieved no entry (log-sum-exp of -inf) keep `y`. `retrieved` is the output and
+        its log-sum-exp; None: return `y`.
+        """
         if retrieved is None:
             return y
         assert self.gate is not None
@@ -104,8 +113,9 @@ class AttachedKnn(Knn):
         state: KnnState | None,
         call: Call,
     ) -> tuple[Tensor, KnnState]:
-        """Attention over the window combined with what is retrieved ``[b t h e]``, and the new state. `queries_keys`
-        are those of the layer before rotation.
+        """Query and update the store. Returns attention over the window, `seen`, combined with the retrieved
+        values ``[b t h e]``, and the new state. `queries_keys` are the queries and keys of the layer before
+        rotation.
         """
         q, k = (to_rows(x, call.offsets)[0] for x in queries_keys)
         k = k.repeat_interleave(q.shape[2] // k.shape[2], 2)
@@ -115,7 +125,7 @@ class AttachedKnn(Knn):
             seen.y, q, k, seen.v, AttentionState(empty, empty, position, position), seen.packed_index
         )
         ctx = Context(call.position, call.offsets, call.mode, call.text, call.shared, call.keep)
-        if state is None:  # without slots; `forward` adds as many as the call can fill
+        if state is None:  # start without slots; `forward` adds as many as the call can fill
             state = self._start(len(position), self.store.with_size(0))
         y, after, _ = self(local, state, ctx)
         return y, after

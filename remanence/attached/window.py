@@ -1,9 +1,10 @@
 """Sliding-window attention with attention sinks for a pretrained model.
 
-Models put a large part of their attention on the first tokens of a text, and fail when a sliding window no longer
-contains them (attention sinks: StreamingLLM). So the first tokens stay visible. After they have left the window, their
-distance to a query stays the one at which they left it, as the model may not have been trained on larger ones. All
-other tokens keep their true distance, so that results do not depend on how a text is split into calls.
+Models put a large part of their attention on the first tokens of a text (attention sinks: StreamingLLM), and
+fail when a sliding window no longer contains them. Therefore the first tokens always stay visible. After they
+have left the window, their distance to a query no longer grows, because the model may not have been trained
+on larger distances. All other tokens keep their true distance, so that results do not depend on how a text is
+split into calls.
 """
 
 from __future__ import annotations
@@ -21,8 +22,8 @@ from remanence.runtime.positions import host_copy, with_host_copy
 from remanence.runtime.state import TensorTuple
 
 UNSEEN = -1e30
-"""The score of a sink that is still inside the window, so that it does not count twice. Finite, because gradients of a
-softmax over -inf alone are NaN.
+"""The score that masks a first token while it is still inside the window, so that it does not count twice. It
+is finite, because the gradients of a softmax over only -inf are NaN.
 """
 
 
@@ -33,12 +34,15 @@ class _WindowState(NamedTuple):
 
 
 class WindowState(_WindowState, TensorTuple):
-    """Keys and values of the first tokens ``[r s h e]``, zero where not read yet; and the state of the window."""
+    """The keys and values of the first tokens ``[r s h e]``, zero for tokens not read yet; and the state of
+    the window.
+    """
 
     __slots__ = ()
 
     @property
     def position(self) -> Tensor:
+        """Number of tokens that each row has read ``[r]``."""
         return self.window.position
 
     def crop(self, tokens: int) -> WindowState:
@@ -48,7 +52,7 @@ class WindowState(_WindowState, TensorTuple):
         return WindowState(k, v, window)
 
     def shorten(self, history: int) -> WindowState:
-        """The state of a smaller window, which keeps `history` past tokens."""
+        """The state of a smaller window: only the last `history` tokens are kept."""
         k, v, position, slack = self.window
         cut = k.shape[1] - history
         if not cut:
@@ -62,11 +66,11 @@ class WindowSpec(NamedTuple):
     window
         Number of tokens that attention sees, including the current one.
     sinks
-        Number of first tokens of a text that it sees in addition.
+        Number of tokens at the start of a text that attention sees in addition.
     slack
-        Number of further tokens that the state keeps, so that as many can be cropped.
+        Number of additional tokens that the state keeps, so that up to this many tokens can be cropped.
     is_narrowed
-        False if the window is the layer's native one: the layer then has no sinks, as in the pretrained model.
+        False if the window is the one of the pretrained model; the layer then does not see additional first tokens.
     """
 
     window: int
@@ -76,7 +80,9 @@ class WindowSpec(NamedTuple):
 
     @classmethod
     def smaller(cls, window: int, native: int | None, sinks: int, slack: int) -> WindowSpec:
-        """The smaller of a window and the layer's native window."""
+        """The spec for the smaller of `window` and the window of the pretrained model, `native` (None: it has
+        none).
+        """
         if native is not None and native <= window:
             return cls(native, sinks, slack, False)
         return cls(window, sinks, slack)
@@ -87,7 +93,7 @@ class WindowSpec(NamedTuple):
         return self.window - 1 + self.slack
 
     def start(self, rows: int, heads: int, like: Tensor, width: int) -> WindowState:
-        """The initial state, with the dtype and device of `like`."""
+        """The initial state of `rows` documents, with the dtype and device of `like`."""
         none = lambda length: like.new_zeros(rows, length, heads, width, requires_grad=False)
         nothing = with_host_copy(torch.zeros(rows, dtype=torch.int64, device=like.device), [0] * rows)
         window = AttentionState(none(self.history), none(self.history), nothing, nothing)
@@ -95,8 +101,8 @@ class WindowSpec(NamedTuple):
 
 
 def relative_rotation(now: tuple[Tensor, Tensor], wanted: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-    """The cosines and sines that rotate a vector from one position to another, given those of both positions. They come
-    from the model's rotary embedding, which may scale them.
+    """The cosines and sines that rotate a vector from position `now` to position `wanted`, given the cosines
+    and sines of both positions. The model's rotary embedding may have scaled these; the result is not scaled.
     """
     (cos, sin), (c, s) = ([x.double() for x in pair] for pair in (now, wanted))
     size = cos.square() + sin.square()
@@ -104,8 +110,9 @@ def relative_rotation(now: tuple[Tensor, Tensor], wanted: tuple[Tensor, Tensor])
 
 
 def _rotate(x: Tensor, rotation: tuple[Tensor, Tensor]) -> Tensor:
-    """Rotate ``[r t h e]`` by cosines and sines ``[r t e]``; pairs are made of the two halves of a head. With fewer
-    cosines than channels, only the first channels are rotated.
+    """Rotate x ``[r t h e]`` by cosines and sines ``[r t e]``. Channel i of the first half of a head is
+    paired with channel i of the second half. If there are fewer cosines than channels, only the first
+    channels are rotated.
     """
     cos, sin = (each.unsqueeze(-2) for each in rotation)
     x, rest = x[..., : cos.shape[-1]], x[..., cos.shape[-1] :]
@@ -114,14 +121,16 @@ def _rotate(x: Tensor, rotation: tuple[Tensor, Tensor]) -> Tensor:
 
 
 class WindowOutput(NamedTuple):
-    """The output of attention ``[r t h e]``, one row per document; the values, repeated to as many heads; the new
-    state; and the index for `from_rows`, which packs the rows again.
-    """
+    """The result of `attend`."""
 
     y: Tensor
+    """The output of attention ``[r t h e]``, with one row per document."""
     v: Tensor
+    """The values of the call, repeated so that each query head has its own ``[r t h e]``."""
     state: WindowState
+    """The state after the call."""
     packed_index: Tensor | None
+    """The index with which `from_rows` packs the rows again; None if the call was not packed."""
 
 
 def attend(
@@ -135,9 +144,10 @@ def attend(
     offsets: list[int] | None,
     cap: float | None = None,
 ) -> WindowOutput:
-    """Attention over the window and the first tokens. Queries, keys and values ``[b t h e]`` are those of the call,
-    rotated; several heads of queries may share one of keys. `rotation` moves queries to the position from which they
-    see the first tokens; None if keys have no positions. `cap` is the soft cap of the scores (Gemma 2).
+    """Compute attention over the window and the first tokens. Queries, keys and values ``[b t h e]`` are
+    those of the call, after rotation; several query heads may share one key head. `rotation` rotates queries
+    to the position from which they see the first tokens; None if keys have no positions. `cap` is the soft
+    cap of the scores (Gemma 2).
     """
     (q, packed_index), (k, _), (v, _) = (to_rows(x, offsets) for x in (q, k, v))
     rows, tokens, heads, width = q.shape
@@ -150,7 +160,7 @@ def attend(
         x if fresh else torch.cat([past.to(x.dtype), x], 1) for past, x in ((old.k, k), (old.v, v))
     )
     wide = lambda x: x.repeat_interleave(heads // x.shape[2], 2) if x.shape[2] < heads else x
-    asked = q * (scaling * width**0.5)  # softmax divides by the root of the width
+    asked = q * (scaling * width**0.5)  # attention divides the scores by the root of the width
     none = (k.new_zeros(0, heads, width),) * 2
     known = [0] * rows if fresh else host_copy(position)
     inside = known is not None and max(known) + tokens <= spec.window
@@ -175,12 +185,14 @@ def attend(
 
 
 def _capped(score: Tensor, cap: float | None) -> Tensor:
+    """Scores limited smoothly to the range from -cap to cap; unchanged if `cap` is None."""
     return score if cap is None else (score / cap).tanh() * cap
 
 
 def _capped_attention(q: Tensor, k: Tensor, v: Tensor, window: int, position: Tensor, cap: float) -> Tensor:
-    """`sliding_attention` with soft-capped scores, which the fused kernels of torch do not support: the output and the
-    log-sum-exp ``[r t h e+1]``. Computed in blocks of queries, so that memory is linear in t.
+    """Compute `sliding_attention` with soft-capped scores, which the fused kernels of torch do not support.
+    Returns the output with the log-sum-exp as last channel ``[r t h e+1]``. Works in blocks of queries, so
+    memory is linear in t.
     """
     queries, cached, wide = q.shape[1], k.shape[1] - q.shape[1], torch.promote_types(q.dtype, torch.float32)
     block, pieces = max(window // 2, 16), []
@@ -199,10 +211,12 @@ def _capped_attention(q: Tensor, k: Tensor, v: Tensor, window: int, position: Te
 
 
 def _sink_tensor(new: Tensor, kept: Tensor, position: Tensor, offsets: list[int] | None) -> Tensor:
-    """The keys or values of the first tokens ``[r s h e]``, after adding those that this call reads."""
+    """The keys or values of the first tokens after the call ``[r s h e]``: those from the state, `kept`, and
+    those among the tokens of the call, `new`.
+    """
     if not kept.shape[1]:
         return kept
-    slot = torch.arange(kept.shape[1], device=new.device) - position.unsqueeze(-1)  # of the call's tokens
+    slot = torch.arange(kept.shape[1], device=new.device) - position.unsqueeze(-1)  # index in the call
     count = (
         torch.full_like(position, new.shape[1])
         if offsets is None
@@ -223,8 +237,9 @@ def _add_sinks(
     window: int,
     cap: float | None,
 ) -> Tensor:
-    """The output of one softmax over the window and the first tokens that have left it. `near` is the output over the
-    window with its log-sum-exp ``[r t h e+1]``.
+    """The output of one softmax over the window and the first tokens that have left the window ``[r t h e]``.
+    `near` is the output over the window with its log-sum-exp ``[r t h e+1]``, `place` the position of each
+    query ``[r t]``.
     """
     y, total = near[..., :-1], near[..., -1:]
     wide = torch.promote_types(q.dtype, torch.float32)

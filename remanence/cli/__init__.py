@@ -1,4 +1,4 @@
-"""The command line. Arguments are parsed before torch is imported, so that --help and errors are quick.
+"""The command line. Arguments are parsed before torch is imported, so that --help and errors appear quickly.
 
 Each command is a dataclass of its arguments with a method `run`, which imports torch and the rest of the package.
 """
@@ -52,15 +52,17 @@ Command = (
     | Annotated[Presets, tyro.conf.subcommand("presets")]
     | Annotated[Info, tyro.conf.subcommand("info")]
 )
+"""The type of all commands, from which tyro makes the subcommands."""
 COMMANDS: dict[str, Any] = {each.__metadata__[0].name: each.__origin__ for each in get_args(Command)}
-"""Each command's class by its name."""
+"""The class of each command, by name."""
 DESCRIPTION = "Sequence models that keep learning after training ends."
 COLOURS = re.compile(r"\x1b\[[0-9;]*m")
-"""Color codes in the messages of tyro."""
+"""Matches color codes in the messages of tyro."""
 OVERRIDABLE: dict[str, type[New] | type[Train] | type[Eval]] = {"new": New, "train": Train, "eval": Eval}
-"""Commands that take --field=value for fields of a preset, recipe or task."""
+"""Commands that accept --field=value for the fields of a preset, recipe or task."""
 
 _MEMORY_FILE = {"--memory": "--memory-file"}
+"""Renaming of the option for memory files."""
 RENAMED_OPTIONS: dict[str, dict[str, str]] = {
     "read": _MEMORY_FILE,
     "generate": {**_MEMORY_FILE, "--mode": "--memory-mode"},
@@ -70,13 +72,17 @@ RENAMED_OPTIONS: dict[str, dict[str, str]] = {
     "eval": {"--memory": "--memory-mode"},
     "attach": {"--memory": "--kind"},
 }
-"""Options of earlier versions by command. They work, with a warning; --help does not list them."""
+"""Present names of deprecated options, by command. Deprecated options work, with a warning, but --help does
+not list them.
+"""
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Run a command. Exit code 0 on success, 2 for a wrong argument or file, 130 after Ctrl-C, 143 after SIGTERM.
+    """Run a command. The exit code is 0 on success, 2 for a wrong argument or file, 1 for an internal error or a closed
+    output pipe, 130 after Ctrl-C, and 143 after SIGTERM.
 
-    Errors are one line, without a traceback. Control characters in them, and in all that is printed, are shown.
+    Errors of the user are shown in one line, without a traceback. Control characters in all output are
+    printed in escaped form.
     """
     arguments = sys.argv[1:] if arguments is None else arguments
     if arguments in (["--version"], ["-V"]):
@@ -86,21 +92,25 @@ def main(arguments: list[str] | None = None) -> None:
         return
     try:
         command = _parse(arguments)
-        # Bars of these libraries would be shown as the control characters that they are made of.
+        # The progress bars of these libraries use control characters, which we would print in escaped form.
         os.environ.setdefault("HF_DATASETS_DISABLE_PROGRESS_BARS", "1")
         os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
         with guarded(), sigterm_raises():
             command.run()
-    except BrokenPipeError:  # the reader of our output has closed it, as `head` does
+    except BrokenPipeError:  # the program that reads our output has closed the pipe, as `head` does
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(1)
-    except (ValueError, OSError, ImportError) as error:  # an ImportError names the extra to install
+    except (
+        ValueError,
+        OSError,
+        ImportError,
+    ) as error:  # the message of an ImportError names the extra to install
         _fail(f"remanence: error: {error}", 2)
     except Terminated:
         _fail("remanence: terminated", 143)
     except KeyboardInterrupt:
         _fail("remanence: interrupted", 130)
-    except Exception:  # a defect of ours, whose traceback can quote a file like any other message
+    except Exception:  # a bug; its traceback may quote text from files, so control characters are escaped
         with guarded():
             traceback.print_exc()
         sys.exit(1)
@@ -108,8 +118,9 @@ def main(arguments: list[str] | None = None) -> None:
 
 @contextlib.contextmanager
 def sigterm_raises() -> Iterator[None]:
-    """In this context, the first SIGTERM raises `Terminated`, as Ctrl-C raises KeyboardInterrupt; later ones are
-    ignored, so that files can be saved. A SIGTERM that the parent process has set to be ignored stays ignored.
+    """Context manager in which the first SIGTERM raises `Terminated`, as Ctrl-C raises KeyboardInterrupt.
+    Later ones are ignored, so that files can be saved. If the parent process has set SIGTERM to be ignored,
+    nothing changes.
     """
 
     def stop(number: int, _: object) -> NoReturn:
@@ -128,7 +139,9 @@ def sigterm_raises() -> Iterator[None]:
 
 
 def _parse(arguments: list[str]) -> Command:
-    """The command with its arguments. A wrong argument is an error of one line, not a box of several lines."""
+    """Parse the arguments and return the command. A wrong argument is reported in one line, instead of tyro's
+    box of several lines. --help prints the help and exits.
+    """
     if arguments and not arguments[0].startswith("-"):
         check_choice("command", arguments[0], COMMANDS)
         arguments = _current_options(arguments)
@@ -157,7 +170,9 @@ def _parse(arguments: list[str]) -> Command:
 
 
 def _current_options(arguments: list[str]) -> list[str]:
-    """The arguments with an option's present name where an earlier one is given, with a warning."""
+    """Return the arguments with deprecated option names replaced by the present ones, and print a warning for
+    each.
+    """
     renamed = RENAMED_OPTIONS.get(arguments[0], {})
     given = [argument.partition("=") for argument in arguments]
     for name in dict.fromkeys(name for name, _, _ in given if name in renamed):
@@ -166,7 +181,9 @@ def _current_options(arguments: list[str]) -> list[str]:
 
 
 def _current_field(command: str, name: str) -> str:
-    """The present name of a config's field that was given as --name=value, with a warning if it is another."""
+    """Return the present name of a config field that was given as --name=value, and print a warning if the
+    given name is deprecated.
+    """
     prefix = RECIPE if command == "eval" else ""
     if not name.startswith(prefix):
         return name
@@ -177,11 +194,14 @@ def _current_field(command: str, name: str) -> str:
 
 
 def _warn_renamed(old: str, new: str) -> None:
+    """Print a warning that an option is deprecated."""
     echo(f"remanence: warning: {old} is deprecated: use {new}", error=True)
 
 
 def _options_hint(arguments: list[str]) -> str:
-    """For each unknown option, the option of the command that it resembles."""
+    """Return a suggestion for each unknown option that resembles an option of the command; empty if there is
+    none.
+    """
     if not arguments or arguments[0] not in COMMANDS:
         return ""
     kinds = {each.name: str(each.type) for each in dataclasses.fields(COMMANDS[arguments[0]])}
@@ -199,6 +219,7 @@ def _options_hint(arguments: list[str]) -> str:
 
 
 def _fail(message: str, code: int) -> NoReturn:
+    """Print a message to stderr and exit with a code."""
     echo(message, error=True)
     sys.exit(code)
 

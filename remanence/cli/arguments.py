@@ -1,4 +1,4 @@
-"""Types of arguments that several commands have."""
+"""Types of arguments that several commands use."""
 
 from __future__ import annotations
 
@@ -10,13 +10,17 @@ from typing import Literal
 import tyro
 
 Device = Literal["auto", "cpu", "cuda", "mps"]
+"""Device names; "auto" is the first of cuda, mps and cpu that is present."""
 Mode = Literal["on", "off", "frozen", "fresh"]
 Folder = tyro.conf.Positional[Path]
+"""A path given as a positional argument."""
 
 
 @contextmanager
 def errors_name_option(field: str, option: str) -> Iterator[None]:
-    """In this context, an error about a field of a config names the command-line option instead."""
+    """Context manager that rewrites errors about a config field so that they name the command-line option
+    instead.
+    """
     try:
         yield
     except ValueError as error:

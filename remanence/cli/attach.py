@@ -13,9 +13,10 @@ from remanence.runtime.terminal import echo
 
 @dataclass(frozen=True)
 class Attach:
-    """Add a memory to a pretrained Hugging Face model: writes a folder with the new weights and the configuration.
+    """Add a memory to a pretrained Hugging Face model, and write a folder with the new weights and the configuration.
 
-    The output of the memory is initialised to zero; `remanence train attach --init_from=OUT` trains it. Extra `hf`.
+    The output of the new memory is zero until it is trained: `remanence train attach --init_from=OUT` trains
+    it. Requires the extra `hf`.
     """
 
     base: tyro.conf.Positional[str]
@@ -23,7 +24,7 @@ class Attach:
     out: Folder
     """Folder to create."""
     kind: Literal["neural", "knn"] = "neural"
-    """A neural memory, or a store of past keys and values in one layer."""
+    """Type of memory: neural, or knn, a store of past keys and values in one layer."""
     place: Literal["beside", "front"] = "beside"
     """Position of a neural memory: beside attention (MAG) or in front of it (MAL)."""
     every: int | None = None
@@ -31,11 +32,11 @@ class Attach:
     window: int | None = 512
     """Sliding window of attention, in tokens. None: full attention, as in the pretrained model."""
     sinks: int = 4
-    """Attention sinks: first tokens of a text that stay visible to windowed attention."""
+    """Number of attention sinks: first tokens of a text that windowed attention always sees."""
     attention: str | None = None
     """Name of the attention modules, for models without an adapter."""
     lora: int = 0
-    """Rank of LoRA on the attention projections (extra `lora`). 0: none."""
+    """Rank of LoRA adapters on the attention projections (extra `lora`). 0: none."""
     seed: int = 0
     """Random seed of the new weights."""
 

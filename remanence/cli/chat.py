@@ -1,4 +1,4 @@
-"""The chat command: reads lines, prints answers, and knows a few slash commands."""
+"""The chat command: reads messages from stdin, prints answers, and handles slash commands."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from remanence.inference.session import Session
 
 COMMANDS = "/quit, /save [FILE], /forget"
+"""The slash commands, for messages."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,6 +40,7 @@ class Chat(SamplingOptions):
             self._run()
 
     def _run(self) -> None:
+        """Run the chat until the input ends or /quit is entered."""
         from remanence.inference.chat import Turns
 
         sampling = self.sampling()
@@ -66,13 +68,13 @@ class Chat(SamplingOptions):
                         session.save(self.memory_file)
                     raise
             echo_generated("\n")
-            if sampling.seed is not None:  # or every answer would have the same chances
+            if sampling.seed is not None:  # otherwise every answer would use the same random numbers
                 sampling = replace(sampling, seed=sampling.seed + 1)
             if self.memory_file is not None:
                 session.save(self.memory_file)
 
     def run_command(self, line: str, session: Session, turns: Turns) -> bool:
-        """Run a slash command; false if it ends the chat."""
+        """Run a slash command. Returns False if the command ends the chat."""
         command, _, rest = line.partition(" ")
         if command == "/save":
             path = Path(rest.strip()) if rest.strip() else self.memory_file
@@ -99,7 +101,7 @@ class Chat(SamplingOptions):
 
 
 def lines(interactive: bool) -> Iterator[str]:
-    """Lines of stdin, without empty ones. Bytes that are not UTF-8 are kept as surrogates."""
+    """Yield the non-empty lines of stdin. Bytes that are not UTF-8 are kept as surrogates."""
     if isinstance(sys.stdin, io.TextIOWrapper):
         sys.stdin.reconfigure(errors="surrogateescape")
     while True:

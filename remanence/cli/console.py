@@ -1,4 +1,6 @@
-"""The console for tables and bars: to it any text is text, without markup and with control characters shown."""
+"""The console for tables and progress bars. All text is printed literally: markup is not interpreted, and
+control characters are escaped.
+"""
 
 from __future__ import annotations
 
@@ -12,8 +14,8 @@ from remanence.runtime.terminal import shown, unguarded
 
 
 class Console(rich.console.Console):
-    """Rich's console of stdout, or of stderr. Its own sequences go behind the guards; every text goes through
-    `render_str`, to be measured and to be printed.
+    """A rich console for stdout, or for stderr with `error`. The escape sequences of rich itself are printed
+    unchanged; all other text is escaped in `render_str`, which rich calls to measure and to print text.
     """
 
     def __init__(self, *, error: bool = False, width: int | None = None) -> None:
@@ -21,9 +23,10 @@ class Console(rich.console.Console):
         super().__init__(file=stream, width=width, markup=False, emoji=False, highlight=False)
 
     def render_str(self, text: str, **options: Any) -> Text:
+        """Return the text with control characters escaped."""
         return super().render_str(shown(text, keep=""), **options)
 
 
 def coloured(text: str, style: str) -> Text:
-    """A cell in a colour."""
+    """Return the text in a color, with control characters escaped, for a cell of a table."""
     return Text(shown(text, keep=""), style=style)

@@ -1,4 +1,4 @@
-"""The command that prepares training data and verifies it."""
+"""The command that prepares training data, or verifies prepared data."""
 
 from __future__ import annotations
 
@@ -23,8 +23,9 @@ class Data:
     action: tyro.conf.Positional[Literal["prepare", "verify"]]
     """prepare: tokenize sources. verify: check the digests of prepared folders."""
     sources: tyro.conf.Positional[tuple[str, ...]]
-    """Files and folders (also .xz .gz .bz2 .zst), and hf:NAME[@REVISION][:CONFIG[:SPLIT]], streamed (extra `data`).
-    To verify: prepared folders."""
+    """For prepare: files and folders (also .xz .gz .bz2 .zst), and datasets as
+    hf:NAME[@REVISION][:CONFIG[:SPLIT]], which are streamed (extra `data`). For verify: prepared folders.
+    """
     out: Path | None = None
     """Folder for the shards."""
     tokenizer: Path | None = None
@@ -36,9 +37,9 @@ class Data:
     workers: int = 1
     """Number of processes. The shards do not depend on it."""
     max_tokens: int | None = None
-    """Take only the first documents that have this many tokens together, end-of-text tokens included."""
+    """Use only the first documents, up to this many tokens in all, including end-of-text tokens."""
     max_documents: int | None = None
-    """Take only this many documents, from the first."""
+    """Use only this many documents, from the first on."""
     overwrite: bool = False
     """Replace the shards in --out if they were made from other sources, or with another tokenizer or field."""
 
@@ -49,6 +50,7 @@ class Data:
             self._prepare()
 
     def _verify(self) -> None:
+        """Check the digests of prepared folders."""
         from remanence.data import Tokens
 
         if not self.sources:
@@ -64,6 +66,7 @@ class Data:
                 echo(f"{folder}: {counts}, {how}")
 
     def _prepare(self) -> None:
+        """Tokenize the sources into shards."""
         from remanence.data import prepare
 
         if not self.sources:
@@ -75,7 +78,7 @@ class Data:
             bar = progress.add("preparing")
 
             def show(finished: int, total: int, tokens: int) -> None:
-                """By tokens if they are limited, else by files."""
+                """Update the progress bar: by tokens if --max-tokens limits them, otherwise by files."""
                 note = f"{tokens:,} tokens, {finished:,} of {total:,} files"
                 if self.max_tokens is None:
                     bar.update(finished, note, total=total)

@@ -1,9 +1,9 @@
-"""The demo: the packaged model reads a book and answers questions about facts in it. Then three tiny models are trained
-to recall pairs and are tested at increasing distances.
+"""The demo command. The packaged model reads a book and answers questions about facts inserted in it. Then three tiny
+models are trained to recall pairs and are tested at increasing distances, and a memory is saved and restored.
 
-A sliding window loses what has left it; a memory trained on 64 tokens still answers after 2,000. Then a memory is saved
-and restored. Everything is written to a temporary folder, which replaces `out` when it is complete. `demo_book.py`
-reads the book, `demo_models.py` trains and tests the models.
+A sliding window loses tokens that have left it, while a memory trained on 64 tokens still answers after 2,000. All
+files are written to a temporary folder, which replaces `out` when it is complete. `demo_book.py` reads the book, and
+`demo_models.py` trains and tests the models.
 """
 
 from __future__ import annotations
@@ -25,15 +25,21 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 PAIRS, KEYS, NOISE = 8, 16, 4
+"""Number of pairs in a text, of different keys (and values), and of different noise tokens."""
 WINDOW, SEGMENT = 32, 16
+"""Attention window and MAC segment of the trained models, in tokens."""
 CHANCE = 1 / KEYS
+"""Accuracy of random answers."""
 DISTANCES = (16, 24, 32, 64, 128, 256, 512, 1024, 2048)
-"""Tokens from a pair to its question: three inside the window, then up to 64 windows."""
+"""Numbers of tokens from a pair to its question: three inside the window, then up to 64 windows."""
 MARK = {"made_by": "remanence demo"}
+"""Entry of recall.json that identifies the folder of a demo."""
 
 
 class Recipe(NamedTuple):
-    """How one of the models is trained. The steps suffice for several seeds."""
+    """Training settings of one of the models: title in tables, type of layer, learning rate, and a number of steps
+    that was enough for several seeds.
+    """
 
     title: str
     mixer: str
@@ -41,13 +47,14 @@ class Recipe(NamedTuple):
     steps: int
 
 
-# One layer each. A value is found by its key only if it knows the token before it: the memories have a short
-# convolution for that, so the Transformer has one too.
+# Each model has one layer. To associate a value with its key, a layer must see the previous token. The memories have a
+# short convolution for this, so the Transformer has one too.
 RECIPES = {
     "window": Recipe("window, attention alone", "conv_window", 4e-3, 180),
     "lmm": Recipe("LMM, memory alone", "lmm", 6e-3, 280),
     "mac": Recipe("MAC, memory and attention", "mac", 4e-3, 220),
 }
+"""The trained models by name."""
 
 
 @dataclass(frozen=True)
@@ -128,9 +135,10 @@ class Demo:
 
 @contextmanager
 def replaced(out: Path) -> Iterator[Path]:
-    """A new folder that replaces `out` when the block ends, and is removed if it fails.
+    """Context manager that yields a new folder, which replaces `out` when the block ends and is removed if
+    the block fails.
 
-    `out` may hold an earlier demo, or nothing: anything else is refused before the work begins.
+    `out` may be missing, empty, or hold an earlier demo. Anything else raises an error before the work begins.
     """
     if out.exists() and not out.is_dir():
         raise ValueError(f"out: expected a folder to write into, got the file {out}")
@@ -160,6 +168,7 @@ def replaced(out: Path) -> Iterator[Path]:
 
 
 def accuracy_table(accuracy: dict[str, list[float]]) -> Table:
+    """Return a table of the accuracy of each model at each distance."""
     from rich.table import Table
 
     title = f"{PAIRS} pairs: accuracy by distance in tokens to the question (chance: {CHANCE:.0%})"
@@ -173,6 +182,7 @@ def accuracy_table(accuracy: dict[str, list[float]]) -> Table:
 
 
 def plot(accuracy: dict[str, list[float]], path: Path) -> None:
+    """Write a plot of the accuracy of each model by distance to an image file."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -185,7 +195,7 @@ def plot(accuracy: dict[str, list[float]], path: Path) -> None:
     axis.axhline(100 * CHANCE, color="#6b675c", linewidth=1, linestyle=":")
     point = (DISTANCES[0], 100 * CHANCE)
     axis.annotate("chance", point, (0, -12), textcoords="offset points", ha="left", fontsize=9)
-    # Where both memories are right the lines lie on each other: LMM's is broken, and on top.
+    # The lines of both memories overlap where both are right, so the line of the LMM is dashed and drawn on top.
     looks = {"window": ("#8a8a8a", "s-", 2), "lmm": ("#e07a1f", "^--", 3), "mac": ("#1b6ca8", "o-", 2)}
     for name, row in accuracy.items():
         colour, line, layer = looks[name]
@@ -205,7 +215,9 @@ def plot(accuracy: dict[str, list[float]], path: Path) -> None:
 
 
 def answers_table(recalled: dict[str, Any], titles: dict[str, str]) -> Table:
-    """A table of questions and of the answers in `recalled`, one column for each key of `titles`."""
+    """Return a table of questions and answers from `recalled`, with one column of answers for each key of
+    `titles`.
+    """
     from rich.table import Table
 
     from remanence.cli.console import coloured

@@ -20,16 +20,24 @@ from remanence.tasks.needle import unused
 from remanence.tokenizers.tokens import load_tokenizer
 
 MODEL, BOOK = "remanence-small", FOLDER / "frankenstein.txt.xz"
+"""Name of the packaged model, and file of the packaged book."""
 TITLE = "Mary Shelley's Frankenstein"
 FACTS = 4
+"""Number of facts that are inserted."""
 FACT_SPACING = 512
-"""Bytes of the book between two facts; the rest of the book is between the last fact and the questions."""
+"""Number of characters of the book between two facts. The rest of the book follows the last fact, before the
+questions.
+"""
 REACH = 8
-"""Windows per layer that a model without a memory reads: its receptive field is one per layer."""
+"""Length of the text that is read without written memory, as a multiple of the window times the number of
+layers, which is how far windowed attention can see.
+"""
 
 
 def draw_facts(book: str, seed: int) -> list[tuple[str, str, str]]:
-    """Statement, question and answer of each fact; no answer occurs in the book."""
+    """Return the statement, question and answer of each of `FACTS` random facts. No answer occurs in the
+    book.
+    """
     rng = np.random.default_rng(seed)
     names, values = (unused(book, rng, what, FACTS, []) for what in ("key", "number"))
     facts = []
@@ -40,8 +48,8 @@ def draw_facts(book: str, seed: int) -> list[tuple[str, str, str]]:
 
 
 def insert_facts(book: str, statements: list[str]) -> tuple[str, str]:
-    """The book's beginning with a fact after about every `FACT_SPACING` characters, where a sentence ends; and the
-    rest.
+    """Insert a statement after about every `FACT_SPACING` characters, at the end of a sentence. Returns the
+    beginning of the book with the statements, and the rest of the book.
     """
     parts, start = [], 0
     for statement in statements:
@@ -52,8 +60,8 @@ def insert_facts(book: str, statements: list[str]) -> tuple[str, str]:
 
 
 def read_book(folder: Path, device: torch.device, seed: int, tokens: int) -> dict[str, Any]:
-    """Read `tokens` bytes of the book, save the memory, and query a newly loaded model; then models with frozen memory
-    and without memory.
+    """Read `tokens` bytes of the book, save the memory, and query a newly loaded model; then query the model
+    with frozen memory and with memory off. Returns the questions, answers and measurements for recall.json.
     """
     began, book = time.monotonic(), lzma.decompress(BOOK.read_bytes()).decode()
     facts = draw_facts(book, seed)
@@ -73,7 +81,7 @@ def read_book(folder: Path, device: torch.device, seed: int, tokens: int) -> dic
     remembered, others = _session(device).load(path), {}
     for mode in ("frozen", "off"):
         others[mode] = _session(device, mode)
-        # Through windows alone nothing farther back can be seen, so nothing farther back is read.
+        # Windowed attention cannot see farther back, so only the end of the text is read.
         others[mode].read((beginning + rest)[-REACH * window :])
     return {
         "model": MODEL,
@@ -92,9 +100,12 @@ def read_book(folder: Path, device: torch.device, seed: int, tokens: int) -> dic
 
 
 def _session(device: torch.device, memory_mode: Mode = "on") -> Session:
+    """Return a new session with the packaged model."""
     return Session(Model.load(MODEL, device=device).eval(), load_tokenizer(MODEL), memory_mode=memory_mode)
 
 
 def _answer(session: Session, question: str) -> str:
-    """The answer to a question, each from the same memory."""
+    """Return the answer to a question. The session itself is not changed, so all questions are asked from the
+    same memory.
+    """
     return session.fork().generate(question, max_tokens=12, temperature=0, stop=(".", "\n")).strip()

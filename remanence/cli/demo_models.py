@@ -1,4 +1,4 @@
-"""Second part of the demo: models are trained, each in its own process, and tested."""
+"""Second part of the demo: three small models are trained, each in its own process, and tested."""
 
 from __future__ import annotations
 
@@ -25,20 +25,22 @@ from remanence.tasks.recall import Recall
 from remanence.train import OptimizerConfig, RecallData, TrainConfig, fit
 
 READ, SILENCE = 2 * PAIRS, 200
-"""Tokens of the pairs, and of the noise that follows, in the text that becomes a memory file."""
+"""Number of tokens of the pairs, and of the noise that follows, in the text whose memory is saved to a file.
+"""
 CONV = 2
-"""The kernel of the convolutions: a value and the key before it. With 4, noise has 256 different keys instead of 16 and
-overwrites more of the memory: the accuracy of an LMM was then 88 % at 2,048 tokens.
+"""Kernel size of the convolutions, which covers a value and the key before it. With 4, noise has 256
+different keys instead of 16 and overwrites more of the memory: the accuracy of an LMM was then 88 % at 2,048
+tokens.
 """
 FORGET = -12.0
-"""Initial bias of the forget gate: half of a memory is left after 110,000 tokens. With the default of -6 it is 280, and
-texts of 64 tokens do not teach a gate to keep much more.
+"""Initial bias of the forget gate, with which half of a memory is left after 110,000 tokens. With the default
+of -6, half is left after 280 tokens, and training on 64 tokens does not teach a gate to keep much more.
 """
 
 
 def recipe_config(name: str, device: str, seed: int, steps: int | None) -> TrainConfig:
-    """One model's training. The task is the same for all, rows of 64 tokens with three rounds of the pairs, and so is
-    the number of parameters, but for a few per cent.
+    """Return the training configuration of one model. All models have the same task (rows of 64 tokens with
+    three rounds of the pairs) and, within a few per cent, the same number of parameters.
     """
     recipe = RECIPES[name]
     steps = recipe.steps if steps is None else steps
@@ -67,7 +69,9 @@ def recipe_config(name: str, device: str, seed: int, steps: int | None) -> Train
 
 
 def train(configs: dict[str, TrainConfig], folder: Path) -> dict[str, float]:
-    """Train all models at once, in a process each; the seconds that each took. The first that fails ends the others."""
+    """Train all models at the same time, each in its own process. Returns the seconds that each took. If one
+    fails, the others are ended.
+    """
     context, began = get_context("spawn"), time.monotonic()
     running: dict[Connection, tuple[str, SpawnProcess]] = {}
     seconds = {}
@@ -77,7 +81,7 @@ def train(configs: dict[str, TrainConfig], folder: Path) -> dict[str, float]:
                 ours, theirs = context.Pipe(duplex=False)
                 process = context.Process(target=_train, args=(config, folder / name, theirs), daemon=True)
                 process.start()
-                theirs.close()  # the child's copy is then the only one, and its end is the end of the line
+                theirs.close()  # only the child has the other end now, so that we notice when the child ends
                 running[ours] = name, process
         with Progress(steps=True, last=True, keep=True) as progress:
             bars = {name: progress.add(name, configs[name].steps, RECIPES[name].title) for name in configs}
@@ -102,7 +106,9 @@ def train(configs: dict[str, TrainConfig], folder: Path) -> dict[str, float]:
 
 
 def _receive(line: Connection) -> dict[str, Any] | None:
-    """The metrics that a process has sent, or None at its end. An error in the process is raised here."""
+    """Return the metrics that a process has sent, or None if the process has ended. An error in the process
+    is raised here.
+    """
     try:
         message = line.recv()
     except EOFError:
@@ -113,7 +119,9 @@ def _receive(line: Connection) -> dict[str, Any] | None:
 
 
 def _train(config: TrainConfig, folder: Path, line: Connection) -> None:
-    """Train in a process of its own: metrics are sent as they come, and an error as text."""
+    """Train one model; runs in a separate process. Metrics are sent through `line` as they are logged, and an
+    error as text.
+    """
     torch.set_num_threads(1)
     try:
         fit(config, folder, log=line.send)
@@ -123,7 +131,7 @@ def _train(config: TrainConfig, folder: Path, line: Connection) -> None:
 
 @contextmanager
 def uninterrupted() -> Iterator[None]:
-    """Processes started in this context ignore Ctrl-C; the parent process ends them."""
+    """Context manager in which started processes ignore Ctrl-C. The parent process ends them instead."""
     if threading.current_thread() is not threading.main_thread():  # only the main thread can handle signals
         yield
         return
@@ -135,26 +143,33 @@ def uninterrupted() -> Iterator[None]:
 
 
 def task(length: int, seed: int) -> Recall:
-    """Texts that no model was trained on: the pairs once at the start, the questions once at the end."""
+    """Return the recall task for testing, with texts that no model was trained on: the pairs are stated at
+    the start and asked at the end.
+    """
     return Recall(length, 32, PAIRS, 2, seed + 2**32, keys=KEYS, noise=NOISE)
 
 
 def accuracies(model: Model, distances: Sequence[int], seed: int) -> list[float]:
-    """Accuracy at each distance in tokens from a pair to its question: 32 texts, 8 questions each."""
+    """Return the accuracy at each distance, in tokens from a pair to its question, over 32 texts with 8
+    questions each.
+    """
     return [_accuracy(model, distance, seed) for distance in distances]
 
 
 @torch.no_grad()
 def _accuracy(model: Model, distance: int, seed: int) -> float:
+    """Return the share of right answers at one distance."""
     tokens = task(distance + READ, seed).step(0).tokens
-    # Asked in the order in which they were stated: all from the same distance.
+    # The keys are asked in the order in which they were stated, so that all have the same distance.
     tokens[:, distance:] = tokens[:, :READ]
     hidden = model.trace(tokens.to(model.device)).hidden[:, distance::2]
     return float((model.logits(hidden).argmax(-1).cpu() == tokens[:, 1:READ:2]).float().mean())
 
 
 def remember(folder: Path, device: torch.device, seed: int) -> dict[str, Any]:
-    """Read pairs and noise and save the memory; then query a newly loaded model with and without the file."""
+    """Read pairs and noise and save the memory, then query a newly loaded model with and without the memory
+    file. Returns the results for recall.json.
+    """
     text = task(READ + SILENCE + READ, seed).step(1).tokens[:1]
     pairs, questions = text[:, :READ], text[:, READ + SILENCE :: 2]
     path = folder / "pairs.mem"
@@ -176,17 +191,18 @@ def remember(folder: Path, device: torch.device, seed: int) -> dict[str, Any]:
 
 
 def load_mac(folder: Path, device: torch.device) -> Model:
+    """Load the trained MAC model of the demo."""
     return Model.load(folder / "mac" / "model", device=device).eval()
 
 
 @torch.no_grad()
 def answer(model: Model, questions: Tensor, state: State) -> list[str]:
-    """The model's answer to each key, each asked by itself from the same state."""
+    """Return the model's answer to each key. Each key is asked separately from the same state."""
     keys = questions.view(-1, 1).to(model.device)
     logits, _ = model(keys, state.rows([0] * len(keys)))
     return [symbol(token) for token in logits[:, -1].argmax(-1).tolist()]
 
 
 def symbol(token: int) -> str:
-    """A token as people read it: keys are letters, values are numbers, noise is a dot."""
+    """Return a token as readable text: a letter for a key, a number for a value, a dot for noise."""
     return chr(ord("a") + token) if token < KEYS else str(token - KEYS) if token < 2 * KEYS else "."

@@ -22,20 +22,22 @@ if TYPE_CHECKING:
     from remanence.evaluate import Row, Subject, Task
 
 MEASURED = ("lm", "wikitext", "lambada", "niah", "babilong", "recall", "commonsense", *evaluations())
-"""The tasks that measure a model, for --help, which does not import them."""
+"""Names of the tasks that measure a model, for --help, which does not import the tasks."""
 RECIPE = "recipe."
-"""What an override of the recipe's config begins with, instead of a task's name."""
+"""Prefix of overrides that change a field of the recipe's config, in place of a task name."""
 HIDDEN = ("memory", "digest", "stories", "seed")
-"""Parts of a setting that the table leaves out: the JSON file has them."""
+"""Settings that the table does not show. The JSON file has them."""
 QUICK: dict[str, dict[str, str]] = {
     "lm": {"max_tokens": "32K"},
     "niah": {"lengths": "1K,4K", "depths": "0,0.5,1", "samples": "1", "batch": "3"},
 }
-"""Settings of a quick look, about a minute with a model of preset `tiny` on two cores, unless --full is given."""
+"""Settings of the quick version of a task, which runs unless --full is given: about a minute for a model of
+preset `tiny` on two cores.
+"""
 OWN = {"lm": ("max_tokens", "every"), "niah": ("kinds", "lengths", "depths", "samples")}
-"""Settings of a task that say how much to measure: with one of them given, nothing else is limited."""
+"""Settings of a task that limit how much is measured. If one of them is given, `QUICK` does not apply."""
 LENGTHS = ("length", "window", "from", "before", "max_tokens")
-"""Parts of a setting that are lengths in tokens."""
+"""Settings that are lengths in tokens."""
 
 
 @dataclass(frozen=True)
@@ -44,9 +46,9 @@ class Eval:
 
     The tasks ablate and depth train models from a recipe instead.
 
-    --task.setting=value changes a setting of one task, --setting=value that of every task that has it, and
-    --recipe.field=value a field of the recipe. The settings are listed below. With --json, an interrupted evaluation
-    continues when it is started again.
+    --task.setting=value changes a setting of one task, --setting=value changes it in every task that has it, and
+    --recipe.field=value changes a field of the recipe. The settings are listed below. With --json, an
+    interrupted evaluation continues when it is started again.
     """
 
     OPTIONS: ClassVar = ("memory-mode", "memory_mode", "json", "device", "seed", "full", "help")
@@ -81,7 +83,7 @@ class Eval:
             yield from format_fields(all_fields(task.Settings(), f"{name}."))
 
     def run(self) -> None:
-        """Measure, print the tables, write rows and plots."""
+        """Run the evaluation, print the tables, and write results and plots."""
         from remanence.evaluate import TASKS, configured, provenance, write_rows
 
         self._check()
@@ -106,13 +108,15 @@ class Eval:
             echo(f"{self.json}: {len(rows)} rows" + "".join(f"; {path}" for path in plots))
 
     def _limits(self, name: str, given: Mapping[str, str]) -> dict[str, str]:
-        """The settings of a quick look at a task, none if it was said how much to measure."""
+        """Return the settings of the quick version of a task; empty with --full, or if settings that limit
+        the task were given.
+        """
         if self.full or name not in QUICK or any(setting in given for setting in OWN[name]):
             return {}
         return {setting: value for setting, value in QUICK[name].items() if setting not in given}
 
     def _check(self) -> None:
-        """Refuse wrong arguments before anything is loaded."""
+        """Raise an error for wrong arguments, before anything is loaded."""
         from remanence.evaluate import TASKS
         from remanence.evaluate.run import check_target
         from remanence.runtime.choices import check_choice
@@ -132,7 +136,7 @@ class Eval:
             raise ValueError(f"--memory-mode: expected one or more modes, each once, got {modes}")
 
     def _subject(self, overrides: Mapping[str, str]) -> Subject:
-        """What is evaluated: the model of a folder, or a recipe with some fields changed."""
+        """Return the subject of the evaluation: the model of a folder, or a recipe with some fields changed."""
         from remanence.evaluate import TASKS, Subject
         from remanence.recipes import find_recipe, load_recipe
         from remanence.runtime.device import resolve
@@ -158,7 +162,7 @@ class Eval:
         return Subject.load(source, device, **shared)
 
     def _measure(self, subject: Subject, tasks: Sequence[Task]) -> list[Row]:
-        """The rows of all tasks in all memory modes, with progress."""
+        """Run all tasks in all memory modes, show progress, and return the result rows."""
         from remanence.evaluate import evaluate
         from remanence.evaluate.run import journal_path
 
@@ -187,6 +191,7 @@ Eval.__doc__ = (Eval.__doc__ or "").format(tasks=", ".join(MEASURED))
 
 
 def _plots(tasks: Sequence[Task], rows: Sequence[Row], modes: Sequence[Mode], json: Path) -> list[Path]:
+    """Write the plots of all tasks beside the JSON file and return their paths."""
     paths = []
     for task in tasks:
         own: dict[str, list[Row]] = {mode: [] for mode in modes}
@@ -198,7 +203,7 @@ def _plots(tasks: Sequence[Task], rows: Sequence[Row], modes: Sequence[Mode], js
 
 
 def _print(table: Table) -> None:
-    """As wide as the terminal; where there is none, wide enough that no number is cut."""
+    """Print a table as wide as the terminal; without a terminal, wide enough that no number is cut."""
     from remanence.cli.console import Console
 
     console = Console()
@@ -206,9 +211,9 @@ def _print(table: Table) -> None:
 
 
 def table(rows: Sequence[Row], modes: Sequence[Mode]) -> Table:
-    """One task's numbers, a line each: settings that vary as columns, the others in the title.
+    """Return a table of one task's results. Settings that vary are columns; the others are in the title.
 
-    A column for each mode of the memory follows, and what the memory is worth: the difference to `off`.
+    There is one column for each memory mode and, if "off" is among them, one for the difference of each mode to "off".
     """
     from rich.table import Table
 
@@ -234,10 +239,14 @@ def table(rows: Sequence[Row], modes: Sequence[Mode]) -> Table:
 
 
 def _setting(key: str, value: Any) -> str:
+    """Return the value of a setting as text; lengths are shortened, as in 4K."""
     return format_length(value) if key in LENGTHS and isinstance(value, int) else str(value)
 
 
 def _cell(row: Row | None) -> str:
+    """Return the value of a result as text, with its deviation or confidence interval if it has one; empty
+    for None.
+    """
     if row is None:
         return ""
     if row.deviation is not None:
@@ -248,10 +257,12 @@ def _cell(row: Row | None) -> str:
 
 
 def _worth(row: Row | None, off: Row | None) -> str:
-    """The difference to memory off, in points where the values are shown in percent."""
+    """Return the difference to memory off as text, in points where values are shown in percent; empty if
+    either is missing.
+    """
     if row is None or off is None:
         return ""
-    # Means of equal numbers may differ in their last digit.
+    # Means that should be equal may differ in the last digit.
     same = isclose(row.value, off.value, rel_tol=1e-12)
     difference = 0.0 if same else row.value - off.value
     return f"{difference:+.3g}" if row.interval is None else f"{100 * difference:+.1f} points"

@@ -1,4 +1,4 @@
-"""The fields of configs and settings with their values and descriptions, as --help lists them. Imports no torch.
+"""Lists the fields of configs and settings with their values and descriptions, for --help. Imports no torch.
 
 Descriptions are taken from the docstring of the class, under ``Attributes:``.
 """
@@ -17,12 +17,13 @@ if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
 WIDTH = 110
-"""Of a line, in characters."""
+"""Maximum length of a line of help, in characters."""
 INDENT = " " * 6
+"""Indentation of descriptions."""
 
 
 class Field(NamedTuple):
-    """A dotted name, its value, and its description."""
+    """The dotted name of a field, its value, and its description."""
 
     name: str
     value: object
@@ -30,7 +31,7 @@ class Field(NamedTuple):
 
 
 def all_fields(config: DataclassInstance, prefix: str = "") -> Iterator[Field]:
-    """The fields of a dataclass, and those of the dataclasses in it."""
+    """Yield the fields of a dataclass and of all dataclasses nested in it. `prefix` is put before the names."""
     descriptions = field_descriptions(type(config))
     for each in fields(config):
         value = getattr(config, each.name)
@@ -41,8 +42,8 @@ def all_fields(config: DataclassInstance, prefix: str = "") -> Iterator[Field]:
 
 
 def field_descriptions(cls: type) -> dict[str, str]:
-    """The description of each attribute in the docstrings of a class and its bases; several may share a line:
-    ``keys, noise: ...``.
+    """Return the description of each attribute from the docstrings of a class and its bases. Several
+    attributes may share an entry: ``keys, noise: ...``.
     """
     found: dict[str, str] = {}
     for part in reversed(cls.__mro__):
@@ -54,14 +55,18 @@ def field_descriptions(cls: type) -> dict[str, str]:
 
 
 def format_value(value: object) -> str:
-    """A value as an override is written (`runtime/overrides.py: parse_value` reads it)."""
+    """Return a value in the form in which it is written on the command line (`runtime/overrides.py:
+    parse_value` reads it).
+    """
     if isinstance(value, tuple):
         return ",".join(map(format_value, value))
     return str(value).lower() if value is None or isinstance(value, bool) else str(value)
 
 
 def format_fields(listed: Iterable[Field]) -> Iterator[str]:
-    """Lines of --help: ``--name=value``, and below it the description, once for consecutive fields that share it."""
+    """Yield lines for --help: ``--name=value``, and below it the description. Consecutive fields with the
+    same description show it once.
+    """
     for description, group in groupby(listed, lambda each: each.description):
         yield from (f"  --{each.name}={format_value(each.value)}" for each in group)
         yield from textwrap.wrap(description, WIDTH, initial_indent=INDENT, subsequent_indent=INDENT)

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from remanence.config import ModelConfig
 
 VOCABULARY = 32_000
-"""The vocabulary size at which presets are compared."""
+"""Vocabulary size for which `remanence presets` lists the number of parameters."""
 
 
 @dataclass(frozen=True)
@@ -40,8 +40,8 @@ class New:
     out: Folder
     """Folder to create."""
     variant: str = "mac"
-    """Layer type, or several joined by + that repeat from layer to layer: mac, mag, mal, lmm, attention, lmm+window,
-    ...; or memorizing: sliding windows, and a kNN layer at three quarters of the layers.
+    """Layer type, or several joined by + that repeat from layer to layer: mac, mag, mal, lmm, attention,
+    lmm+window, ...; or memorizing: sliding-window attention, and one kNN layer three quarters of the way up.
     """
     match: bool = False
     """Reduce the feed-forward width until the model has as many parameters as the Transformer of its preset."""
@@ -64,7 +64,7 @@ class New:
         yield from format_fields(each for each in fields if each.name != "model.vocab_size")
 
     def _changed(self, config: ModelConfig) -> ModelConfig:
-        """The preset's configuration with the given fields changed."""
+        """Return the preset's configuration with the given overrides applied."""
         from remanence.train.config import TrainConfig, override
 
         for name, _ in self.overrides:
@@ -185,10 +185,12 @@ def inspect(path: Path, as_json: bool) -> None:
 
 
 def _text(value: Any) -> str:
+    """Return a value as text for a table."""
     return f"{value:,}" if isinstance(value, int) else value if isinstance(value, str) else json.dumps(value)
 
 
 def _model_facts(folder: Path) -> dict[str, Any]:
+    """Return the properties of the model in a folder, as `inspect` prints them."""
     from remanence.attached.folder import load_model
     from remanence.inference import memfile
 
@@ -205,6 +207,7 @@ def _model_facts(folder: Path) -> dict[str, Any]:
 
 
 def _memory_facts(path: Path) -> dict[str, Any]:
+    """Return the properties of a memory file, as `inspect` prints them. All checksums are verified."""
     from remanence.inference import memfile
 
     header, tensors = memfile.read_file(path, verify=True)
@@ -221,7 +224,9 @@ def _memory_facts(path: Path) -> dict[str, Any]:
 
 
 def _layer_facts(path: Path, tensors: dict[str, Tensor]) -> list[dict[str, Any]]:
-    """Of each neural memory: how many tokens were written, and the norms of its weights and momentum."""
+    """Return, for each neural memory in a file, the number of tokens written and the norms of its weights and
+    momentum (None without momentum).
+    """
     facts = []
     for name in tensors:
         if not name.endswith(".layers.0"):
@@ -245,7 +250,9 @@ def _layer_facts(path: Path, tensors: dict[str, Tensor]) -> list[dict[str, Any]]
 
 
 def _store_facts(path: Path, tensors: dict[str, Tensor]) -> list[dict[str, Any]]:
-    """Of each kNN store: its entries, its size, and how many were ever written."""
+    """Return, for each kNN store in a file, the number of entries, the capacity, and the number of entries
+    ever written.
+    """
     facts = []
     for name in tensors:
         if not name.endswith(".store.written"):
@@ -261,7 +268,9 @@ def _store_facts(path: Path, tensors: dict[str, Tensor]) -> list[dict[str, Any]]
 
 
 def print_presets(as_json: bool, match: bool) -> None:
-    """Every preset and variant: parameters at a vocabulary of 32,000, and the size of one sequence's state."""
+    """Print every preset and variant with its number of parameters at a vocabulary of 32,000 and the size of
+    one sequence's state. With `match`, feed-forward widths are reduced as by `matched`.
+    """
     from rich.table import Table
 
     from remanence.cli.console import Console
@@ -293,7 +302,9 @@ def print_presets(as_json: bool, match: bool) -> None:
 
 
 def _sizes(config: ModelConfig) -> dict[str, Any]:
-    """Parameters; bytes of a state in a bfloat16 model; how many tokens of a Transformer's bf16 cache take as much."""
+    """Return the number of parameters, the bytes of a state in a bfloat16 model, and the number of tokens for
+    which a Transformer's bf16 KV cache is as large. The last two are None if the state grows with the text.
+    """
     import torch
 
     from remanence.model import Model

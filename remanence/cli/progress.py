@@ -1,4 +1,4 @@
-"""Progress of long work: bars on a terminal, elsewhere a plain line now and then. It goes to stderr."""
+"""Progress of long work on stderr: bars on a terminal, and otherwise a plain line from time to time."""
 
 from __future__ import annotations
 
@@ -13,14 +13,15 @@ if TYPE_CHECKING:
 
 
 class Progress:
-    """``with Progress() as progress: bar = progress.add("reading", total)``, then ``bar.update(done, note)``.
+    """Shows progress: ``with Progress() as progress: bar = progress.add("reading", total)``, then
+    ``bar.update(done, note)``.
 
     steps
-        Show the position as steps done of all steps, instead of in percent.
+        Show the position as the number of steps done, instead of in percent.
     every
-        Seconds between two plain lines of a bar; 0 prints a line for every update.
+        Minimum number of seconds between two plain lines of a bar; 0 prints a line for every update.
     last
-        Print the line of a finished bar even if it is less than `every` after the line before.
+        Print the plain line of a finished bar even if fewer than `every` seconds have passed.
     keep
         Leave finished bars on the terminal.
     visible
@@ -53,7 +54,7 @@ class Progress:
     def __enter__(self) -> Progress:
         if self.bars is not None:
             self.open.enter_context(self.bars)
-            # While it shows bars, rich prints for all others, and would follow their sequences.
+            # While it shows bars, rich prints all other output too, and would interpret escape sequences in it.
             self.open.enter_context(guarded())
         return self
 
@@ -61,12 +62,14 @@ class Progress:
         self.open.close()
 
     def add(self, name: str = "", total: float | None = None, title: str | None = None) -> Bar:
-        """A bar with the name that its plain lines begin with, or the longer `title` on a terminal."""
+        """Add a bar. Plain lines begin with `name`; on a terminal, `title` is shown instead if it is given. A
+        `total` of None means unknown.
+        """
         return Bar(self, name, total, title or name)
 
 
 class Bar:
-    """One line of a `Progress`."""
+    """One progress bar, or one series of plain lines, of a `Progress`."""
 
     def __init__(self, progress: Progress, name: str, total: float | None, title: str) -> None:
         self.progress, self.name, self.total, self.first = progress, name, total, 0.0
@@ -75,13 +78,15 @@ class Bar:
             self.task = progress.bars.add_task(title, total=total, position="", note="")
 
     def begin(self, name: str, total: float | None, done: float = 0.0) -> None:
-        """Start over with other work, of which some may be done already. The time between plain lines is not reset."""
+        """Restart the bar for other work, of which `done` may be finished already. The time of the last plain
+        line is kept.
+        """
         self.name, self.total, self.first, self.begun = name, total, done, time.monotonic()
         if self.progress.bars is not None:
             self.progress.bars.reset(self.task, description=name, total=total, completed=int(done))
 
     def rename(self, name: str) -> None:
-        """Go on with another part of the same work."""
+        """Change the name for the next part of the same work."""
         if name != self.name:
             self.name = name
             if self.progress.bars is not None:
@@ -93,6 +98,9 @@ class Bar:
         return time.monotonic() - self.begun
 
     def update(self, done: float, note: str = "", *, total: float | None = None) -> None:
+        """Show that `done` of `total` is finished, with a note. `total` changes the bar's total if it is
+        given.
+        """
         self.total = self.total if total is None else total
         if self.progress.bars is not None:
             fields: dict[str, Any] = {"position": self._position(done, short=True), "note": note}
@@ -106,6 +114,9 @@ class Bar:
             echo(f"{self.name}: {', '.join(parts)}", error=True)
 
     def _position(self, done: float, *, short: bool = False) -> str:
+        """Return the position as text: steps, percent, or empty if the total is unknown. `short` is the form
+        for bars.
+        """
         if self.total is None:
             return ""
         if not self.progress.steps:
@@ -113,6 +124,7 @@ class Bar:
         return f"{done:.0f}/{self.total:.0f}" if short else f"step {done:.0f} of {self.total:.0f}"
 
     def _remaining(self, done: float, now: float) -> str:
+        """Return the estimated remaining time as text; empty if it cannot be estimated."""
         if self.total is None or done <= self.first:
             return ""
         return f"{(now - self.begun) * (self.total - done) / (done - self.first):.0f} s left"

@@ -1,4 +1,4 @@
-"""The command that writes a report."""
+"""The command that writes a report of evaluations and training runs."""
 
 from __future__ import annotations
 

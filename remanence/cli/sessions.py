@@ -26,8 +26,9 @@ if TYPE_CHECKING:
     from remanence.inference.session import Session
 
 AUTOSAVE = float(os.environ.get("REMANENCE_AUTOSAVE", "60"))
-"""Seconds between two saves while reading: the most work that a kill can lose."""
+"""Seconds between two saves while reading: the most work that is lost if the process is killed."""
 Write = Literal["all", "prompt", "none"]
+"""The text that is written to the neural memory: prompt and generated text, the prompt only, or nothing."""
 
 
 @dataclass(frozen=True)
@@ -49,9 +50,11 @@ class Read:
     memory_file: Path | None = None
     """Memory file to start from."""
     resume: bool = False
-    """Continue the reading that --save holds: the same files, from where it stopped."""
+    """Continue an interrupted reading, whose memory is in --save: give the same files, and it goes on where
+    it stopped.
+    """
     force: bool = False
-    """Load a memory file of a model with the same configuration and other weights."""
+    """Also load a memory file made with other weights of the same configuration."""
     device: Device = "auto"
     """Device to run on."""
 
@@ -60,6 +63,7 @@ class Read:
             self._run()
 
     def _run(self) -> None:
+        """Check the arguments, read the files, and save the memory."""
         from remanence.inference import memfile
         from remanence.lens.recording import describe_surprise
 
@@ -88,7 +92,7 @@ class Read:
         surprise = self._read(session, source, notes)
         try:
             memfile.save(save, session.model, session.state, notes)
-        except KeyboardInterrupt:  # all has been read: it is not lost
+        except KeyboardInterrupt:  # the whole text has been read: save before stopping
             memfile.save(save, session.model, session.state, notes)
             raise
         unit = describe_surprise(session.model)
@@ -97,7 +101,9 @@ class Read:
         echo(f"{save}: {counts}, {save.stat().st_size:,} bytes")
 
     def _read(self, session: Session, source: ByteStream, notes: dict[str, Any]) -> float | None:
-        """Read all of the source, saving now and then and when interrupted; the mean surprise, if there is any."""
+        """Read the whole source and return the mean surprise, or None if no memory was written. The memory is
+        saved from time to time and when interrupted.
+        """
         from remanence.inference import memfile
 
         before, surprise, count, saved = session.tokens, 0.0, 0, time.monotonic()
@@ -140,13 +146,14 @@ class SamplingOptions:
     seed: int | None = None
     """Random seed for sampling. Default: a new one each time."""
     write: Write = "all"
-    """What is written to the neural memory: all (prompt and generated text), the prompt only, or none."""
+    """Text that is written to the neural memory: all (prompt and generated text), the prompt only, or none."""
     force: bool = False
-    """Load a memory file of a model with the same configuration and other weights."""
+    """Also load a memory file made with other weights of the same configuration."""
     device: Device = "auto"
     """Device to run on."""
 
     def sampling(self) -> Sampling:
+        """Return the options as a `Sampling`."""
         from remanence.inference.generate import Sampling
 
         return Sampling(
@@ -178,11 +185,14 @@ class Generate(SamplingOptions):
     """Neural memory: on (read and written), off (not used), frozen (read only), fresh (reset at every segment)."""
 
     def run(self) -> None:
-        """Print the answer to one prompt as it is generated, or to several when all are done."""
+        """Print the answer to a single prompt while it is generated, or the answers to several prompts at the
+        end.
+        """
         with saving("--save", self.save):
             self._run()
 
     def _run(self) -> None:
+        """Check the arguments, generate and print the answers, and save the memory."""
         from remanence.inference import memfile
         from remanence.inference.generate import Generation
 
@@ -237,7 +247,7 @@ class Lens:
     tokens: int = 20_000
     """Number of tokens to show, from the start; 0: all."""
     reach: int = 8_192
-    """How many tokens back to search for values similar to a prediction, at most 65,535."""
+    """Number of earlier tokens to search for values similar to a prediction, at most 65,535."""
     device: Device = "auto"
     """Device to run on."""
 
@@ -311,7 +321,7 @@ def open_session(
     write: Write = "all",
     force: bool = False,
 ) -> Session:
-    """A session with the model of a folder, continued from a memory file if one is given."""
+    """Return a session with the model in a folder, continued from a memory file if one is given."""
     from remanence.attached.folder import load_model
     from remanence.inference.session import Session
     from remanence.runtime.device import resolve
@@ -322,7 +332,9 @@ def open_session(
 
 
 def warn_beyond_trained_length(folder: Path, session: Session, size: int) -> None:
-    """Warn, before `size` bytes are read, if the model was trained on shorter texts than that."""
+    """Print a warning, before `size` bytes are read, if the model may be untrained or was trained on shorter
+    texts.
+    """
     from remanence.io.files import read_json
     from remanence.io.shipped import resolve_model_path
     from remanence.tokenizers.tokens import REACH, TRAINED
@@ -346,8 +358,9 @@ def warn_beyond_trained_length(folder: Path, session: Session, size: int) -> Non
 
 @contextmanager
 def saving(what: str, path: Path | None) -> Iterator[None]:
-    """Create the folder of a memory file and lock the file while a command runs: a second command that saves the same
-    file is refused. `what` is the argument that an error names.
+    """Context manager that creates the folder of a memory file and locks the file while a command runs, so
+    that a second command cannot save to the same file. `what` is the argument name to show in errors. A path
+    of None does nothing.
     """
     if path is None:
         yield
@@ -358,7 +371,7 @@ def saving(what: str, path: Path | None) -> Iterator[None]:
 
 
 def check_text(what: str, path: Path) -> None:
-    """Check that a path is a file."""
+    """Raise an error if a path is not a file. `what` is the argument name to show in the error."""
     if path.is_dir():
         raise ValueError(f"{what}: expected a text file, got the folder {path}; name the files in it")
     if not path.is_file():
@@ -366,7 +379,7 @@ def check_text(what: str, path: Path) -> None:
 
 
 def warn_if_binary(path: Path) -> None:
-    """Warn about a file that does not look like text."""
+    """Print a warning about a file that does not look like text."""
     from remanence.data.sources import binary_warning
 
     if warning := binary_warning(path, unpack=False):
@@ -374,13 +387,17 @@ def warn_if_binary(path: Path) -> None:
 
 
 def check_target(what: str, path: Path, *, unless: Path | None, hint: str) -> None:
-    """Check, before any work, that no existing file but `unless` would be overwritten."""
+    """Raise an error if a file exists already and is not `unless`. Called before any work, so that nothing is
+    overwritten. `what` is the argument name and `hint` is the advice to show in the error.
+    """
     if path.exists() and (unless is None or path.resolve() != unless.resolve()):
         raise ValueError(f"{what}: {path} exists; {hint}")
 
 
 def show_tokens(bar: Bar, position: int, tokens: int, surprise: float | None) -> None:
-    """Update the progress bar with the position, the speed and the mean surprise."""
+    """Update the progress bar with the position, the number of tokens, the speed and the mean surprise (None
+    if there is none).
+    """
     note = f"{tokens:,} tokens, {tokens / max(bar.elapsed, 1e-9):,.0f}/s"
     note += f", surprise {surprise:.3f}" if surprise is not None else ""
     bar.update(position, note)

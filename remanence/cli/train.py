@@ -1,4 +1,4 @@
-"""Commands that train a model and export it."""
+"""The commands that train a model and export it."""
 
 from __future__ import annotations
 
@@ -20,15 +20,17 @@ if TYPE_CHECKING:
     from remanence.train import TrainConfig
 
 PACKAGED = f"One of {', '.join(NAMES)}"
+"""List of the packaged recipes, for help."""
 RECIPE = f"{PACKAGED}, or a Python file with a function recipe() that returns a TrainConfig."
+"""Help text of the argument RECIPE."""
 
 
 @dataclass(frozen=True)
 class Train:
     """Train a model from a recipe, in a new folder or, with --resume, from the last checkpoint of a run.
 
-    --field=value changes a field of the recipe's configuration. The fields are listed below with the defaults that
-    hold unless the recipe sets them.
+    --field=value changes a field of the recipe's configuration. The fields are listed below with their default
+    values, which the recipe may change.
     """
 
     OPTIONS: ClassVar = ("text", "out", "resume", "dry-run", "gpus", "gpu", "help")
@@ -36,13 +38,15 @@ class Train:
 
     recipe: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="RECIPE", help=RECIPE)] = Path("text")
     text: str | None = None
-    """Text to train on: a file, a folder or hf:NAME; the same as --data.path of the recipe `text`."""
+    """Text to train on: a file, a folder or hf:NAME. The same as --data.path with the recipe `text`."""
     out: Path | None = None
     """Folder of the run."""
     resume: bool = False
     """Continue the run in --out from its last checkpoint."""
     dry_run: bool = False
-    """Print the estimated cost (parameters, memory, tokens, hours) and stop. A run that does not fit is an error."""
+    """Print the estimated cost (parameters, memory, tokens, hours) and stop. It is an error if the run does
+    not fit.
+    """
     gpus: int | None = None
     """For --dry-run: number of GPUs to plan for, instead of this machine."""
     gpu: str = "H100"
@@ -110,7 +114,7 @@ class Export:
 
 
 def train(recipe: Path, out: Path, overrides: dict[str, str], resume: bool) -> None:
-    """Train from a recipe and show progress. Of several processes, only rank 0 prints."""
+    """Train from a recipe and show progress. If several processes train together, only rank 0 prints."""
     from remanence.train import TextData, fit, run_config
     from remanence.train.text import choose_threads
 
@@ -118,16 +122,16 @@ def train(recipe: Path, out: Path, overrides: dict[str, str], resume: bool) -> N
         name = next(iter(overrides))
         raise ValueError(f"--{name}: expected no changes beside --resume, as the run's own config counts")
     config = run_config(out) if resume else load_config(recipe, overrides)
-    if config.data.kind == "text" and (resume or "steps" in overrides):  # else `fit_time_budget` has done it
+    if config.data.kind == "text" and (resume or "steps" in overrides):  # else `fit_time_budget` does it
         choose_threads(config)
-    first = os.environ.get("RANK", "0") == "0"  # of the processes that torchrun started, if it did
+    first = os.environ.get("RANK", "0") == "0"  # torchrun sets RANK if it started several processes
     with Progress(steps=True, every=0, visible=first) as progress:
         bar = progress.add("training", config.steps)
         logged = 0
 
         def show(line: dict[str, Any]) -> None:
             nonlocal logged
-            if not logged:  # a resumed run begins later than at 0
+            if not logged:  # a resumed run does not begin at step 0
                 bar.first = max(0, line["step"] - config.log_every)
             logged = line["step"]
             bar.update(logged, _describe(line))
@@ -151,7 +155,9 @@ def train(recipe: Path, out: Path, overrides: dict[str, str], resume: bool) -> N
 
 
 def load_config(recipe: Path, overrides: dict[str, str]) -> TrainConfig:
-    """A recipe's config with fields changed. One on a text takes as many steps as this machine has time for."""
+    """Return the config of a recipe with fields changed. For a recipe that trains on a text, the number of
+    steps is chosen by the speed of this machine, unless it is given.
+    """
     from remanence.recipes import load_recipe
     from remanence.train import TextData, override, resolve_config
     from remanence.train.text import fit_time_budget
@@ -165,7 +171,9 @@ def load_config(recipe: Path, overrides: dict[str, str]) -> TrainConfig:
 
 
 def warn_if_binary(sources: Sequence[str]) -> None:
-    """Warn about local files that do not look like text. Missing files are reported elsewhere."""
+    """Print a warning about local files that do not look like text. Missing files are ignored here and
+    reported elsewhere.
+    """
     from remanence.data.sources import binary_warning, files
 
     here = [Path(source) for source in sources if Path(source).exists()]
@@ -175,7 +183,9 @@ def warn_if_binary(sources: Sequence[str]) -> None:
 
 
 def measure_held_out(out: Path, path: str | None) -> None:
-    """Bits per byte of what a run on a text has held out, beside those of xz: printed, and written beside the model."""
+    """Measure and print the bits per byte of the model on the held-out end of its text, compared with xz, and
+    write them to held-out.json in the run's folder.
+    """
     from remanence.data.own import read_text
     from remanence.io.files import write_json
     from remanence.model import Model
@@ -190,7 +200,7 @@ def measure_held_out(out: Path, path: str | None) -> None:
 
 
 def _describe(line: dict[str, Any]) -> str:
-    """The metrics of a logged step, on one line."""
+    """Return the metrics of a logged step in one line of text."""
     words = ["loss none" if line["loss"] is None else f"loss {line['loss']:.4f}"]
     words += [f"validation {line['validation']:.4f}"] if line.get("validation") is not None else []
     words += [f"{line['tokens_per_s']:,.0f} tokens/s"]
@@ -205,7 +215,7 @@ def _describe(line: dict[str, Any]) -> str:
 
 
 def print_plan(recipe: Path, overrides: dict[str, str], gpus: int | None, gpu: str) -> None:
-    """What a run would cost; an error if it cannot fit."""
+    """Print the estimated cost of a run. Raises an error if the run does not fit into memory."""
     from rich.table import Table
 
     from remanence.cli.console import Console

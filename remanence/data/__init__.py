@@ -1,4 +1,6 @@
-"""Tokenized corpora on disk, and batches from them. State never crosses documents; batches are reproducible by step."""
+"""Tokenized corpora on disk, and batches read from them. State never crosses documents, and any step's batch
+can be reproduced.
+"""
 
 from remanence.data.batches import Batch, Documents, Packed
 from remanence.data.prepare import prepare

@@ -1,4 +1,4 @@
-"""Batches as a function of the step alone, so that any step can be reproduced, on any number of processes.
+"""Batches that depend only on the step, so that any step can be reproduced with any number of processes.
 
 Documents are shuffled again for every epoch.
 """
@@ -18,8 +18,11 @@ from remanence.data.shards import Tokens
 
 
 class Batch(NamedTuple):
-    """Inputs and targets ``[b t]`` (-100 is ignored), offsets of packed documents or a padding mask, which rows begin a
-    document, and the loss weights of targets if they are not all 1.
+    """A training batch. `tokens` and `targets` are ``[b t]``; targets of -100 are ignored.
+
+    `offsets` are the borders of packed documents, or None. `mask` is False at padding, or None without
+    padding. `begins` marks rows that start a document, or is None if all do. `weights` are the loss weights
+    of the targets, or None if all are 1.
     """
 
     tokens: Tensor
@@ -31,13 +34,16 @@ class Batch(NamedTuple):
 
 
 def _order(seed: int, epoch: int, count: int) -> np.ndarray:
+    """Return the shuffled order of `count` documents in an epoch."""
     return np.random.Generator(np.random.Philox(key=[seed, epoch])).permutation(count)
 
 
 class Packed:
-    """Documents packed into rows of equal length, without padding. Only the remainder of an epoch is left out.
+    """Documents packed into rows of equal length, without padding. Only the remainder of each epoch is left
+    out.
 
-    A batch is one packed row ``[1 b*t]`` with the borders of documents and rows, so that no state crosses either.
+    A batch is one packed row ``[1 b*t]`` with the borders of documents and rows as offsets, so that no state
+    crosses them.
     """
 
     def __init__(
@@ -60,10 +66,14 @@ class Packed:
 
     @lru_cache(maxsize=2)  # noqa: B019  # two epochs' orders, for as long as this lives
     def _stream(self, epoch: int) -> tuple[np.ndarray, np.ndarray]:
+        """Return the order of the documents in an epoch, and the position in tokens at which each of them
+        ends.
+        """
         order = _order(self.seed, epoch, len(self.data))
         return order, np.cumsum(self.data.lengths[order])
 
     def step(self, number: int) -> Batch:
+        """Return the batch of a step."""
         epoch, inside = divmod(number, self.per_epoch)
         order, ends = self._stream(epoch)
         first = (inside * self.world + self.rank) * self.batch
@@ -72,7 +82,7 @@ class Packed:
             text, borders = self._read(order, ends, row * self.length, self.length + 1)
             tokens.append(text[:-1])
             target = text[1:].copy()
-            for border in borders:  # the next document's first token does not follow from this one's last
+            for border in borders:  # the first token of the next document is not a target
                 if 0 < border <= self.length:
                     target[border - 1] = -100
                 if 0 < border < self.length:
@@ -85,7 +95,9 @@ class Packed:
     def _read(
         self, order: np.ndarray, ends: np.ndarray, start: int, count: int
     ) -> tuple[np.ndarray, list[int]]:
-        """Tokens of the shuffled stream, and the positions in them at which documents begin."""
+        """Return `count` tokens of the shuffled stream from `start` on, and the positions at which documents
+        begin in them.
+        """
         index = int(np.searchsorted(ends, start, "right"))
         pieces, borders, have = [], [], 0
         while have < count:
@@ -101,11 +113,12 @@ class Packed:
 
 
 class Documents:
-    """Documents in order: each row reads one to its end in pieces, with its memory carried, then the next.
+    """Whole documents in order: each row reads one document to its end in pieces, with the memory carried,
+    then the next.
 
-    The documents are shuffled and dealt to the rows anew for every epoch. A row that has finished its own goes on with
-    the next epoch's while others still read. `begins` marks rows that start a document, where the state must be new.
-    The last piece of a document is padded.
+    Documents are shuffled and assigned to rows again for every epoch. A row that has finished its documents
+    continues with the next epoch while others still read. `begins` marks rows that start a document, where
+    the state must be reset. The last piece of a document is padded.
     """
 
     def __init__(
@@ -126,18 +139,18 @@ class Documents:
                 "`remanence train --text FILE` cuts a text into as many as it needs, and --data.kind=packed "
                 "--carry=false reads rows of any"
             )
-        # For each row, the step after the last one of each epoch.
+        # For each row, the step after the last step of each epoch.
         self.ends: list[list[int]] = [[] for _ in range(batch)]
         self._shuffled = lru_cache(8)(lambda epoch: _order(seed, epoch, len(data)))
         self._dealt = lru_cache(2 * batch)(self._deal)
 
     def _deal(self, row: int, epoch: int) -> tuple[np.ndarray, np.ndarray]:
-        """The documents of a row in an epoch, and the cumulative number of their pieces."""
+        """Return the documents of a row in an epoch, and the cumulative number of their pieces."""
         own = self._shuffled(epoch)[self.rank * self.batch + row :: self.batch * self.world]
         return own, np.cumsum(np.maximum(1, -(-(self.data.lengths[own] - 1) // self.length)))
 
     def locate(self, row: int, number: int) -> tuple[int, int]:
-        """The document that a row reads at a step, and the index of the piece."""
+        """Return the document that a row reads at a step, and the index of the piece within the document."""
         ends = self.ends[row]
         while not ends or ends[-1] <= number:
             ends.append((ends[-1] if ends else 0) + int(self._dealt(row, len(ends))[1][-1]))
@@ -148,6 +161,7 @@ class Documents:
         return int(own[index]), inside - (int(pieces[index - 1]) if index else 0)
 
     def step(self, number: int) -> Batch:
+        """Return the batch of a step."""
         tokens = torch.zeros(self.batch, self.length, dtype=torch.int64)
         targets, begins = torch.full_like(tokens, -100), torch.zeros(self.batch, dtype=torch.bool)
         mask = torch.zeros_like(tokens, dtype=torch.bool)

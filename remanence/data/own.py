@@ -1,4 +1,4 @@
-"""A user's text in memory: a training part, and its end, which is held out."""
+"""A user's text in memory, split into a training part and a held-out part at its end."""
 
 from __future__ import annotations
 
@@ -17,14 +17,15 @@ from remanence.runtime.overrides import format_length
 from remanence.tokenizers.tokens import Tokenizer
 
 SHARE, HELD = 10, 1 << 16
-"""The last tenth is held out, but no more than so many bytes: enough to measure, and read in seconds."""
+"""One in `SHARE` bytes at the end of a text is held out, but at most `HELD` bytes, which are read in seconds.
+"""
 LEAST, MOST = 4096, 1 << 28
-"""Bytes that a text must have, and that are read of it."""
+"""The minimum size of a text in bytes, and the maximum number of bytes that are read."""
 
 
 class OwnText(NamedTuple):
-    """The bytes of documents: those to train on, and those held out. `cut`: whether the first held-out one is the rest
-    of the last one that is trained on.
+    """The bytes of the documents to train on and of the held-out documents. `cut` tells whether the first
+    held-out document is the rest of the last training document.
     """
 
     train: list[bytes]
@@ -33,12 +34,14 @@ class OwnText(NamedTuple):
 
     @property
     def size(self) -> int:
-        """Bytes to train on."""
+        """The number of bytes to train on."""
         return sum(map(len, self.train))
 
 
 def read_text(what: str, source: str | None) -> OwnText:
-    """Read a file, a folder or hf:NAME, and hold out its end. `what` is the argument that an error names."""
+    """Read a file, a folder or a dataset hf:NAME, and hold out its end. `what` is the argument name to show
+    in error messages.
+    """
     if source and (Path(source) / INDEX).is_file():
         raise ValueError(
             f"{what}: expected texts, got the prepared folder {source}; "
@@ -64,13 +67,15 @@ def read_text(what: str, source: str | None) -> OwnText:
 
 
 def _split(documents: list[bytes], wanted: int) -> OwnText:
-    """Hold out the last `wanted` bytes, or a character more. A document across the border is cut there."""
+    """Hold out the last `wanted` bytes, or slightly more to avoid cutting a character. A document at the
+    border is split.
+    """
     train, held = list(documents), list[bytes]()
     while wanted >= len(train[-1]):
         held.insert(0, train.pop())
         wanted -= len(held[0])
     at = len(train[-1]) - wanted
-    while wanted and at and train[-1][at] & 0xC0 == 0x80:  # inside a character of UTF-8
+    while wanted and at and train[-1][at] & 0xC0 == 0x80:  # inside a UTF-8 character
         at -= 1
     if wanted and at:
         held.insert(0, train[-1][at:])
@@ -79,9 +84,9 @@ def _split(documents: list[bytes], wanted: int) -> OwnText:
 
 
 class OwnTokens:
-    """Documents as tokens in memory, to be read as a prepared folder is (`data/shards.py: Tokens`).
+    """Tokenized documents in memory, with the same interface as a prepared folder (`data/shards.py: Tokens`).
 
-    With `rows`, documents are split so that there is at least one for each row.
+    If `rows` is given, documents are split so that there is at least one for each row.
     """
 
     def __init__(self, text: OwnText, tokenizer: Tokenizer, rows: int | None = None) -> None:
@@ -102,19 +107,20 @@ class OwnTokens:
 
     @cached_property
     def digest(self) -> str:
-        """Of all tokens and where documents end."""
+        """A digest of all tokens and document ends."""
         return sha256(self.shards[0].tobytes() + self.end.astype("<i8").tobytes()).hexdigest()[:32]
 
     def __len__(self) -> int:
         return len(self.lengths)
 
     def piece(self, document: int, start: int, stop: int) -> np.ndarray:
+        """Return the tokens `start` to `stop` of a document, or fewer if it ends before."""
         first, end = int(self.start[document]), int(self.end[document])
         return self.shards[0][min(first + start, end) : min(first + stop, end)]
 
 
 def _split_spans(borders: list[int], most: int) -> list[int]:
-    """Borders with more inserted between them, so that no span is longer than `most`."""
+    """Insert borders so that no span between two borders is longer than `most`."""
     found = [0]
     for start, end in pairwise(borders):
         found += [*range(start + most, end, most), end]

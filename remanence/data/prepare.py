@@ -1,8 +1,9 @@
-"""From texts to token shards: in parallel, and resumable.
+"""Convert texts to token shards, in parallel and resumably.
 
-A file makes one shard; each file of a streamed dataset makes shards of a bounded size. A shard depends on its source
-alone, so that any number of processes, interrupted any number of times, makes the same ones. What the folder is made
-of is noted before the first of them (`prepare.json`), so that it never holds shards of two corpora.
+A file makes one shard; each file of a streamed dataset makes several shards of bounded size. A shard depends
+only on its source, so any number of processes, interrupted any number of times, makes the same shards. The
+list of sources is written to `prepare.json` before the first shard, so that a folder never holds shards of
+two corpora.
 """
 
 from __future__ import annotations
@@ -43,18 +44,25 @@ from remanence.io.files import locked, read_json, remove_leftovers, sealed, writ
 from remanence.tokenizers.tokens import ByteTokenizer, Tokenizer, read_tokenizer, tokenizer_file
 
 PLAN, PLAN_FORMAT = "prepare.json", "remanence-preparation"
-"""What the shards of a folder are made of."""
+"""The file that lists the sources of a folder's shards (the plan), and the plan's format name."""
 SHARD = rf"{NAME}\.(bin|ends|json)"
+"""The pattern of the names of a shard's files."""
 OWN = "|".join((*map(re.escape, (PLAN, INDEX, "sources.json", *TOKENIZER)), SHARD))
-"""The names of all files that a preparation writes; sources.json was a part of the plan in earlier versions."""
+"""The pattern of the names of all files that a preparation writes. Earlier versions wrote sources.json as
+part of the plan.
+"""
 
 Done = Callable[[int, int, int], None]
+"""A progress callback: `done(finished, sources, tokens)`."""
 Shard = ShardInfo
 Plan = dict[str, Any]
+"""The content of `prepare.json` without its format: the sources and the settings."""
 
 
 class _Settings(TypedDict):
-    """What all shards depend on: the field of texts, the digest of the tokenizer's file, the token after a document."""
+    """Settings that all shards depend on: the field that holds the text, the digest of the tokenizer's file
+    (None for the byte tokenizer), and the token after each document (None if there is none).
+    """
 
     field: str
     tokenizer: str | None
@@ -74,18 +82,23 @@ def prepare(
     overwrite: bool = False,
     done: Done | None = None,
 ) -> dict[str, int]:
-    """Write every document of the sources to `out` as tokens, each followed by the tokenizer's end mark.
+    """Write all documents of the sources to the folder `out` as tokens, each followed by the tokenizer's end
+    token.
 
-    A source is a file, a folder, or ``hf:NAME[@REVISION][:CONFIG[:SPLIT]]``, a dataset of the hub. Rows whose text is
-    null are skipped and counted. With a limit, the documents are the first ones, in order, as long as one fits.
+    A source is a file, a folder, or ``hf:NAME[@REVISION][:CONFIG[:SPLIT]]``, a dataset on the Hugging Face
+    hub. Rows whose text is null are skipped and counted. With a limit, documents are written in order until
+    one does not fit.
 
-    Run again after an interruption, it goes on: a shard made from the same source is not made again, and a dataset is
-    read at the revision of the first run. So a limit can be raised or lowered later. Other sources, one more, or one
-    that has changed, another tokenizer or field make another corpus. A folder that holds one is refused, unless
-    `overwrite` says to replace it; shards that both have in common stay, and datasets are read at their newest
-    revision. A folder with files that no preparation wrote is always refused.
+    After an interruption, the same call continues: shards that were already made from the same source are
+    kept, and a dataset is read at the revision of the first run. A limit can therefore be raised or lowered
+    later. If the sources, the tokenizer or the field have changed, the result is another corpus. If `out`
+    holds another corpus, an error is raised, unless `overwrite` is set; then shards that both corpora share
+    are kept, and datasets are read at their newest revision. A folder with files that no preparation wrote
+    always raises an error.
 
-    `done(finished, sources, tokens)` is called as shards are finished, with the number of files.
+    `done(finished, sources, tokens)` is called as shards are finished with the number of finished files, the
+    number of all files, and the number of tokens written. Returns the numbers of files, documents, tokens and
+    nulls.
     """
     out = Path(out)
     for name, value in (("workers", workers), ("max_tokens", max_tokens), ("max_documents", max_documents)):
@@ -112,13 +125,13 @@ def prepare(
 def _make(
     jobs: list[_Job], room: Room, workers: int, vocabulary: int, out: Path, done: Done | None
 ) -> dict[str, int]:
-    """All shards that have room, and the index of them."""
+    """Make all shards that fit into `room` and write the index. Returns the totals for `prepare`."""
     if workers > 1:
         _make_in_parallel(jobs, workers, room, done)
         done = None
     shards: list[Shard] = []
     begun = tokens = 0
-    for job in jobs:  # in order, which says where a limit falls; what is there already costs nothing
+    for job in jobs:  # in order, because a limit leaves out the last documents; existing shards are kept
         begun += 1
         for shard in job.shards(room):
             shards.append(shard)
@@ -133,7 +146,7 @@ def _make(
 
 
 def _parts(sources: list[str], pinned: dict[str, str], full: int) -> list[File | streams.Part]:
-    """Everything to read, in order; sources of both kinds may be mixed."""
+    """Return all files and dataset parts to read, in order. Both kinds of sources may be mixed."""
     found: list[File | streams.Part] = []
     for source in sources:
         if source.startswith(streams.PREFIX):
@@ -144,12 +157,14 @@ def _parts(sources: list[str], pinned: dict[str, str], full: int) -> list[File |
 
 
 def _revisions(plan: Plan) -> dict[str, str]:
-    """Of datasets, which may change on the hub before they are read to their end."""
+    """Return the revision of each dataset in a plan. It is needed to continue, as a dataset may change on the
+    hub meanwhile.
+    """
     return {part["source"]: part["revision"] for part in plan.get("sources", ()) if "revision" in part}
 
 
 def _read_plan(out: Path) -> Plan:
-    """What the shards in a folder are made of; empty without a plan."""
+    """Read the plan of a folder. Returns an empty dictionary if there is none."""
     if not (out / PLAN).is_file():
         return {}
     plan = read_json(out / PLAN)
@@ -162,7 +177,9 @@ def _read_plan(out: Path) -> Plan:
 
 
 def _claim(out: Path, plan: Plan, jobs: list[_Job], overwrite: bool) -> None:
-    """Reserve a folder for one corpus and write its plan, before the first shard."""
+    """Reserve a folder for one corpus: remove files of another corpus if `overwrite`, and write the plan.
+    Raises ValueError if the folder holds another corpus and `overwrite` is False.
+    """
     before, there = _read_plan(out), _own_files(out)
     if before == plan:
         return
@@ -172,7 +189,7 @@ def _claim(out: Path, plan: Plan, jobs: list[_Job], overwrite: bool) -> None:
             f"{out}: holds another corpus, {difference}; --overwrite replaces it, another --out keeps both"
         )
     kept = {shard["name"] for job in jobs for shard in job.there()}
-    # What says that the files are ours goes last: a second try must know it, too.
+    # The index marks the files as ours. It is removed last, so that a second attempt recognises them.
     for name in sorted(there, key=lambda name: name == INDEX):
         if name != PLAN and name.split(".")[0] not in kept:
             (out / name).unlink()
@@ -180,14 +197,15 @@ def _claim(out: Path, plan: Plan, jobs: list[_Job], overwrite: bool) -> None:
 
 
 def _own_files(out: Path) -> list[str]:
-    """The names of what earlier preparations wrote to a folder; what killed ones left is removed.
+    """Return the names of the visible files in a folder after removing leftovers of killed processes.
 
-    Files by anyone else are refused, and never touched; hidden ones (of a desktop, of a network's disk) may stay.
+    Raises ValueError if there are files that no preparation wrote. Hidden files (of a desktop or a network
+    disk) may stay.
     """
     remove_leftovers(out)
     names = sorted(path.name for path in out.iterdir())
     visible = [name for name in names if not name.startswith(".")]
-    ours = (out / PLAN).is_file() or _prepared(out)  # else a tokenizer.json may be anyone's
+    ours = (out / PLAN).is_file() or _prepared(out)  # otherwise a tokenizer.json may have another origin
     strangers = [name for name in visible if not ours or not re.fullmatch(OWN, name)]
     if strangers:
         raise ValueError(
@@ -197,14 +215,16 @@ def _own_files(out: Path) -> list[str]:
 
 
 def _prepared(out: Path) -> bool:
-    """Whether an index says that the folder is ours: earlier versions wrote no plan."""
+    """Whether the folder has an index of this package. Needed because earlier versions wrote no plan."""
     with suppress(ValueError, OSError):
         return read_json(out / INDEX).get("format") == FORMAT
     return False
 
 
 def _difference(before: Plan, plan: Plan) -> str:
-    """What is in a folder, in a few words, and how it differs."""
+    """Describe in a few words the corpus in a folder and how it differs from the wanted one, for an error
+    message.
+    """
     if not before:
         return "prepared by an earlier version"
     there, wanted = (
@@ -223,12 +243,13 @@ def _difference(before: Plan, plan: Plan) -> str:
 
 
 def _tokenizer(path: str | Path | None) -> Tokenizer:
+    """Return the tokenizer of a file, or the byte tokenizer if `path` is None."""
     return ByteTokenizer() if path is None else read_tokenizer(Path(path))
 
 
 @dataclass(frozen=True)
 class _Job:
-    """The shards of one source."""
+    """One source, and the work of making its shards. `number` is the index of the source."""
 
     part: File | streams.Part
     number: int
@@ -238,7 +259,7 @@ class _Job:
     dtype: TokenType
 
     def shards(self, room: Room) -> Iterator[Shard]:
-        """All of them, or those that have room: what is missing is made."""
+        """Yield the source's shards as far as they fit into `room`. Missing shards are made."""
         row, documents, own = 0, None, _tokenizer(self.tokenizer)
         for name in self.part.names(self.number):
             shard, made_from = self._there(name, row), self._made_from(row)
@@ -254,14 +275,14 @@ class _Job:
                 cut = {"room": room} if made["stopped"] == "room" else {}
                 shard = self._note({**made, "from": made_from, **cut})
             else:
-                documents = None  # an open stream is before what exists already
+                documents = None  # an open stream would be at the wrong row after a shard that was skipped
             yield shard
             if _stopped(shard) != "full" or (room := room.after(shard)).used_up:
                 return
             row += shard["rows"]
 
     def there(self) -> Iterator[Shard]:
-        """Those that are made already, up to the first that is not."""
+        """Yield the shards that already exist, up to the first missing one."""
         row = 0
         for name in self.part.names(self.number):
             if (shard := self._there(name, row)) is None:
@@ -272,11 +293,13 @@ class _Job:
             row += shard["rows"]
 
     def _made_from(self, row: int) -> dict[str, object]:
-        """What a shard depends on."""
+        """Return everything that the shard starting at source row `row` depends on."""
         return {**self.part.made_from(), **self.settings, **({"row": row} if row else {})}
 
     def _there(self, name: str, row: int) -> Shard | None:
-        """A shard that is complete. Without a note that fits, it is made again."""
+        """Return the description of a complete shard, or None if it is missing or was made from something
+        else.
+        """
         try:
             shard = read_json(self.out / f"{name}.json")
         except (ValueError, FileNotFoundError):
@@ -292,11 +315,16 @@ class _Job:
             path.unlink(missing_ok=True)
 
     def _note(self, shard: Shard) -> Shard:
-        """Written last: it marks the shard as complete."""
+        """Write a shard's description and return it. The file is written last, because it marks the shard as
+        complete.
+        """
         write_json(self.out / f"{shard['name']}.json", sealed(shard))
         return shard
 
     def _tokens(self, own: Tokenizer, row: int) -> Iterator[Iterator[list[int]] | None]:
+        """Yield the tokens of each document from `row` on, or None for a row without text. Raises
+        _HaltedError on request.
+        """
         for document in self.part.documents(self.settings["field"], row):
             if _halt is not None and _halt.is_set():
                 raise _HaltedError
@@ -304,22 +332,25 @@ class _Job:
 
 
 def _stopped(shard: Shard) -> str:
+    """Return why a shard ended: "end", "full" or "room"."""
     return str(shard.get("stopped", "end"))
 
 
 class _HaltedError(Exception):
-    """Raised in a process that has nothing more to do."""
+    """Raised in a worker process that was asked to stop."""
 
 
 _halt: synchronize.Event | None = None
-"""In the processes of a pool: an event that ends what they do, when a limit is reached or another has failed."""
+"""Set in worker processes only: an event that asks them to stop, because a limit is reached or another worker
+failed.
+"""
 
 
 def _make_in_parallel(jobs: list[_Job], workers: int, room: Room, done: Done | None) -> None:
-    """Make shards in several processes, until all are there, or as many as there is room for.
+    """Make shards in several processes until all sources are finished or `room` is used up.
 
-    Each process reads a source of its own and knows nothing of the others. With a limit, some shards may therefore not
-    be needed, or be too large. The pass in order that follows corrects that.
+    Each process reads its own source independently of the others. With a limit, some shards may turn out to
+    be unneeded or too large; the sequential pass that follows corrects this.
     """
     halt = Event()
     there = {job.number: list(job.there()) for job in jobs}
@@ -354,12 +385,12 @@ def _make_in_parallel(jobs: list[_Job], workers: int, room: Room, done: Done | N
 
 
 def _finished(shards: list[Shard]) -> bool:
-    """Whether a source was read to its end."""
+    """Whether a source was read to its end, given its shards."""
     return bool(shards) and _stopped(shards[-1]) == "end"
 
 
 def _reached(there: dict[int, list[Shard]], room: Room) -> bool:
-    """Whether what is there in order, up to the first gap, is all that has room."""
+    """Whether the existing shards, in order up to the first gap, already use up `room`."""
     for number in sorted(there):
         for shard in there[number]:
             if shard.get("room") == list(room):
@@ -373,19 +404,21 @@ def _reached(there: dict[int, list[Shard]], room: Room) -> bool:
 
 
 def _start(halt: synchronize.Event, parent: int) -> None:
+    """Initialise a worker process: store the stop event and watch the parent process."""
     global _halt
     _halt = halt
     threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
 
 
 def _end_with(parent: int) -> None:
-    """Exit when the parent process is gone: its successor may write the same files."""
+    """Exit when the parent process has died, because a new run may write the same files."""
     while os.getppid() == parent:
         time.sleep(0.5)
     os._exit(1)
 
 
 def _work(job: _Job, room: Room) -> list[Shard]:
+    """Make the shards of one source in a worker process and return their descriptions."""
     made = []
     with suppress(_HaltedError):
         for shard in job.shards(room):

@@ -1,7 +1,8 @@
-"""Tokens on disk, in pairs of files: the tokens of all documents, and where each document ends. Memory-mapped.
+"""Token shards on disk: one file with the tokens of all documents, and one with the end of each document.
+Memory-mapped.
 
-`tokens.json` has the digests of all of it, so that no token is read that was not prepared. Its own digest names the
-corpus.
+`tokens.json` holds the digests of all files, so that altered tokens are detected. Its own digest identifies
+the corpus.
 """
 
 from __future__ import annotations
@@ -20,51 +21,56 @@ from remanence.io.files import DIGEST, KIND, read_json, replacing, sealed, write
 from remanence.tokenizers.tokens import Tokenizer, load_tokenizer
 
 FORMAT, SCHEMA = "remanence-tokens", 2
-"""Folders of schema 1 have no digests and are read without."""
+"""The format name and the current version of the index. Folders of schema 1 have no digests and are read
+without checks.
+"""
 INDEX = "tokens.json"
-"""It is written last."""
+"""The name of the index file. It is written last."""
 BLOCK = 1 << 20
-"""Bytes of a shard that share a digest, which is checked when the first of them is read."""
+"""The number of bytes that share one digest. It is checked when one of them is first read."""
 DIGITS = 16
-"""Of a digest: damage cannot hit the same by chance."""
+"""The number of hexadecimal digits of a digest: enough to detect accidental damage."""
 NAME = "[0-9]{5,}(-[0-9]{5,})?"
-"""A shard: the number of its source and, of a stream, its own."""
+"""The pattern of a shard's name: the number of its source and, for a stream, the shard's number."""
 TOKENIZER = ("tokenizer.json", "tokenizer_config.json", "generation_config.json")
-"""What a tokenizer saves; the last only if documents have an end."""
+"""The files that a tokenizer saves. The last one is written only if documents have an end token."""
 
 
 TokenType = np.dtype[np.uint16] | np.dtype[np.uint32]
-"""The type of tokens on disk, by the size of the vocabulary."""
+"""The integer type of tokens on disk. It depends on the vocabulary size."""
 
 
 ShardInfo = dict[str, Any]
-"""The description of a shard, as its JSON file and the index hold it: `name` (of its files, without suffix), `tokens`,
-`documents`, `blocks` (digests of blocks of tokens), `ends` (the digest of the ends of documents), `rows` of the source
-and `nulls` among them, and why it `stopped`: "end" of the source, "full", or "room" (a limit was reached).
+"""The description of a shard in its JSON file and in the index: `name` (of its files, without suffix),
+`tokens`, `documents`, `blocks` (digests of the blocks of tokens), `ends` (the digest of the document ends),
+`rows` read from the source, `nulls` (rows without text), and `stopped`, the reason why it ended: "end" of the
+source, "full", or "room" (a limit was reached).
 """
 
 
 def digest(data: Any) -> str:
-    """The shortened SHA-256 of bytes, or of an array's bytes."""
+    """Return the shortened SHA-256 digest of bytes or of an array's bytes."""
     return sha256(data).hexdigest()[:DIGITS]
 
 
 def dtype_for(vocabulary: int) -> TokenType:
+    """Return the integer type for tokens of a vocabulary: 2 bytes if they suffice, else 4."""
     return np.dtype("<u2" if vocabulary <= 2**16 else "<u4")
 
 
 class Room(NamedTuple):
-    """How much may still be written; None is without limit."""
+    """The number of tokens and of documents that may still be written. None means no limit."""
 
     tokens: int | None = None
     documents: int | None = None
 
     def holds(self, tokens: int, documents: int) -> bool:
+        """Whether this many tokens and documents may still be written."""
         fits = self.tokens is None or tokens <= self.tokens
         return fits and (self.documents is None or documents <= self.documents)
 
     def after(self, shard: ShardInfo) -> Room:
-        """What is left after a shard; negative where it was too large."""
+        """Return what is left after a shard was written. Numbers are negative if the shard was too large."""
         return Room(
             None if self.tokens is None else self.tokens - shard["tokens"],
             None if self.documents is None else self.documents - shard["documents"],
@@ -72,6 +78,7 @@ class Room(NamedTuple):
 
     @property
     def used_up(self) -> bool:
+        """Whether not even one token and one document may be written."""
         return not self.holds(1, 1)
 
 
@@ -79,13 +86,14 @@ NO_LIMIT = Room()
 
 
 class _Blocks:
-    """The digests of a file's blocks, while it is written."""
+    """Computes the digests of a file's blocks while the file is written."""
 
     def __init__(self) -> None:
         self.digests: list[str] = []
         self.open, self.size = sha256(), 0
 
     def add(self, data: bytes) -> None:
+        """Add the next bytes of the file."""
         while data:
             part, data = data[: BLOCK - self.size], data[BLOCK - self.size :]
             self.open.update(part)
@@ -95,12 +103,13 @@ class _Blocks:
                 self.open, self.size = sha256(), 0
 
     def all(self) -> list[str]:
+        """Return the digests of all blocks, including the last, incomplete one."""
         return [*self.digests, self.open.hexdigest()[:DIGITS]] if self.size else self.digests
 
 
 def _cut_blocks(path: Path, blocks: list[str], size: int) -> list[str]:
-    """The digests of a file's first `size` bytes, given those of more. Only the block that is cut is read, and checked:
-    a new digest must not hide damage.
+    """Return the block digests of a file's first `size` bytes, given the digests of the longer file. Only the
+    block that is cut is read, and it is checked first, so that the new digest cannot hide damage.
     """
     whole, inside = divmod(size, BLOCK)
     if not inside:
@@ -114,6 +123,7 @@ def _cut_blocks(path: Path, blocks: list[str], size: int) -> list[str]:
 
 
 def _damaged(path: Path, how: str = "its content is not what was prepared") -> str:
+    """Return the error message for a damaged file."""
     return f"{path}: damaged: {how}; remove it and prepare the data again"
 
 
@@ -127,12 +137,13 @@ def write_shard(
     full: int | None = None,
     room: Room = NO_LIMIT,
 ) -> ShardInfo:
-    """Write a shard that is complete or absent, and return its description.
+    """Write a shard atomically and return its description.
 
-    Documents, each a text's tokens in pieces, are written a piece at a time, so that no more than a piece is in memory.
-    None is a row without a text: it is counted. `end` follows each document; one without tokens is left out. The shard
-    stops ("stopped") at the end of the documents, after the one with which it has `full` tokens, or before the first
-    that has no `room`.
+    Each document is an iterable of pieces of tokens, of which only one is in memory at a time. None is a row
+    without text, which is counted in "nulls". The token `end` is added after each document, if not None;
+    documents without tokens are left out. The shard ends with the last document ("end"), after the document
+    with which it reaches `full` tokens ("full"), or before the first document that does not fit into `room`
+    ("room").
     """
     tokens = written = rows = nulls = 0
     closing = [] if end is None else [end]
@@ -170,7 +181,7 @@ def write_shard(
                     stopped = "full"
                     break
         digests = blocks.all()
-        if stopped == "room":  # some of the document that had none is written already
+        if stopped == "room":  # part of the document that did not fit is already written
             digests = _cut_blocks(bin_path, digests, tokens * dtype.itemsize)
             os.truncate(bin_path, tokens * dtype.itemsize)
     return {
@@ -186,7 +197,9 @@ def write_shard(
 
 
 def cut_shard(folder: Path, shard: ShardInfo, dtype: TokenType, room: Room) -> ShardInfo:
-    """The same shard as if it had been written with this room, which is too small for it."""
+    """Shorten a shard to fit into `room`, as if it had been written with this limit, and return its new
+    description.
+    """
     bin_path, ends_path = (folder / f"{shard['name']}{suffix}" for suffix in (".bin", ".ends"))
     ends = np.fromfile(ends_path, "<i8")
     if digest(ends) != shard["ends"]:
@@ -197,7 +210,7 @@ def cut_shard(folder: Path, shard: ShardInfo, dtype: TokenType, room: Room) -> S
     tokens = int(ends[-1]) if len(ends) else 0
     blocks = _cut_blocks(bin_path, shard["blocks"], tokens * dtype.itemsize)
     for path, size in ((bin_path, tokens * dtype.itemsize), (ends_path, len(ends) * 8)):
-        with replacing(path) as temporary:  # a copy, as the old file may be open as a memory map
+        with replacing(path) as temporary:  # work on a copy, as the old file may be open as a memory map
             shutil.copyfile(path, temporary)
             os.truncate(temporary, size)
     counts = {"tokens": tokens, "documents": len(ends), "stopped": "room"}
@@ -205,7 +218,7 @@ def cut_shard(folder: Path, shard: ShardInfo, dtype: TokenType, room: Room) -> S
 
 
 def describes_shard(shard: object, dtype: TokenType, *, digests: bool = True) -> bool:
-    """Whether this can be the description of a shard; its files show whether it is true."""
+    """Whether an object has the form of a shard's description. The shard's files are not checked."""
     if not isinstance(shard, dict):
         return False
     name, counts = shard.get("name"), [shard.get("tokens"), shard.get("documents")]
@@ -224,14 +237,14 @@ def describes_shard(shard: object, dtype: TokenType, *, digests: bool = True) ->
 
 
 def shard_exists(folder: Path, shard: ShardInfo, dtype: TokenType) -> bool:
-    """Whether both files have the size in the shard's description."""
+    """Whether both files of a shard exist with the sizes in its description."""
     sizes = {".bin": shard["tokens"] * dtype.itemsize, ".ends": shard["documents"] * 8}
     paths = {folder / f"{shard['name']}{suffix}": size for suffix, size in sizes.items()}
     return all(path.is_file() and path.stat().st_size == size for path, size in paths.items())
 
 
 def write_index(folder: Path, shards: list[ShardInfo], vocabulary: int) -> None:
-    """Written last: it says that the folder is whole, and of what."""
+    """Write the index of a folder. It is written last and marks the folder as complete."""
     kept = ("name", "tokens", "documents", "blocks", "ends")
     saved = [folder / name for name in TOKENIZER if (folder / name).is_file()]
     index = {
@@ -246,7 +259,7 @@ def write_index(folder: Path, shards: list[ShardInfo], vocabulary: int) -> None:
 
 
 def _well_formed(index: Mapping[str, Any]) -> bool:
-    """Whether an index has all its fields; the shards show whether they are true."""
+    """Whether an index has all its fields with valid types. The shards' files are not checked."""
     vocabulary, shards, digests = index.get("vocabulary"), index.get("shards"), index["schema"] > 1
     if type(vocabulary) is not int or not 0 < vocabulary <= 2**32 or not isinstance(shards, list):
         return False
@@ -257,9 +270,9 @@ def _well_formed(index: Mapping[str, Any]) -> bool:
 
 
 class Shard:
-    """A shard's tokens, memory-mapped: ``shard[start:stop]``. Blocks are checked when they are first read.
+    """A shard's memory-mapped tokens: ``shard[start:stop]``. Each block is checked when it is first read.
 
-    Threads and forked processes may check a block twice, and never read one that was not checked.
+    Threads and forked processes may check a block twice, but never read an unchecked one.
     """
 
     def __init__(self, path: Path, dtype: TokenType, blocks: Sequence[str] | None, vocabulary: int) -> None:
@@ -280,6 +293,7 @@ class Shard:
         return self.tokens[where]
 
     def _check(self, block: int) -> None:
+        """Check the digest and the token range of a block, unless it was checked before."""
         if self.checked[block]:
             return
         tokens = self.tokens[block * self.size : (block + 1) * self.size]
@@ -291,9 +305,11 @@ class Shard:
 
 
 class Tokens:
-    """A prepared folder: ``len(tokens)`` documents, ``tokens[i]`` one of them, without reading the others.
+    """A prepared folder: ``len(tokens)`` is the number of documents, and ``tokens[i]`` reads one document
+    only.
 
-    ``digest`` is the corpus's: other documents, tokens or tokenizers have another. None: a folder of schema 1.
+    `digest` identifies the corpus: it changes with the documents, the tokens or the tokenizer. It is None for
+    folders of schema 1.
     """
 
     def __init__(self, folder: str | Path) -> None:
@@ -326,7 +342,7 @@ class Tokens:
             raise ValueError(f"data: expected at least one token in {folder}, got an empty corpus")
 
     def _open(self, shard: ShardInfo, dtype: TokenType) -> tuple[Shard, np.ndarray]:
-        """A shard, and where its documents end."""
+        """Open a shard; return it and the ends of its documents, in tokens."""
         bin_path, ends_path = (self.folder / f"{shard['name']}{suffix}" for suffix in (".bin", ".ends"))
         for path in (bin_path, ends_path):
             if not path.is_file():
@@ -349,12 +365,16 @@ class Tokens:
         return self.piece(document, 0, int(self.lengths[document]))
 
     def piece(self, document: int, start: int, stop: int) -> np.ndarray:
-        """Some tokens of a document, or those that it has of them; the others are not read."""
+        """Return the tokens `start` to `stop` of a document, or fewer if it ends before. Other tokens are not
+        read.
+        """
         first, end = int(self.start[document]), int(self.end[document])
         return self.shards[self.shard[document]][min(first + start, end) : min(first + stop, end)]
 
     def verify(self, done: Callable[[int, int], None] | None = None) -> None:
-        """Read and check all of it. `done(tokens, all)` is called now and then."""
+        """Read and check all shards and the tokenizer. `done(read, total)` is called after each block with
+        numbers of tokens.
+        """
         read, total = 0, int(self.lengths.sum())
         for shard in self.shards:
             for start in range(0, len(shard), shard.size):
@@ -365,6 +385,7 @@ class Tokens:
 
     @property
     def tokenizer(self) -> Tokenizer:
+        """The tokenizer saved in the folder. Raises ValueError if its files have changed."""
         for name, wanted in self._tokenizer.items():
             path = self.folder / name
             if not path.is_file() or digest(path.read_bytes()) != wanted:

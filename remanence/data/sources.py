@@ -1,4 +1,6 @@
-"""Where documents come from: text files, jsonl, parquet, formats of verticals, folders of them, compressed or not."""
+"""Read documents from text, jsonl and parquet files, from file formats of verticals, and from folders,
+compressed or not.
+"""
 
 from __future__ import annotations
 
@@ -18,18 +20,20 @@ from typing import IO, Any
 from remanence.verticals import Format, formats, imported
 
 PLAIN, LINES, TABLE = (".txt", ".md", ".text"), (".jsonl", ".ndjson"), ".parquet"
+"""The suffixes of plain text files, of files with one JSON object per line, and of tables."""
 FORMATS: dict[str, Format] = {suffix: each for each in formats() for suffix in each.suffixes}
-"""The formats of verticals by suffix."""
+"""The file formats of verticals, by suffix."""
 PIECE = 1 << 18
-"""Bytes of a file that are read at a time."""
+"""The number of bytes read from a file at a time."""
 ROWS = 1024
-"""Rows of a parquet file that are read at a time."""
+"""The number of rows read from a parquet file at a time."""
 
 Document = Iterable[bytes]
-"""A text as UTF-8, in pieces cut anywhere."""
+"""A text as UTF-8, in pieces that may be cut anywhere, even inside a character."""
 
 
 def _zstd(path: Path) -> IO[bytes]:
+    """Open a .zst file for reading. Raises ValueError if the library is not installed."""
     try:
         import zstandard  # type: ignore[import-not-found, unused-ignore]
     except ImportError:
@@ -40,12 +44,15 @@ def _zstd(path: Path) -> IO[bytes]:
 
 
 class _Frames(io.RawIOBase):
-    """A .zst file unpacked: all its frames, and an error if the last is cut off. The library's reader does neither."""
+    """The decompressed bytes of all frames of a .zst file. Raises EOFError if the last frame is cut off. The
+    library's own reader reads only the first frame and does not detect this.
+    """
 
     def __init__(self, path: Path, unpacker: Any) -> None:
         self.pieces, self.held = self._unpacked(path, unpacker), memoryview(b"")
 
     def _unpacked(self, path: Path, unpacker: Any) -> Generator[bytes, None, None]:
+        """Yield the decompressed pieces of the file."""
         with open(path, "rb") as file:
             frame, data = None, file.read(PIECE)
             while data:
@@ -72,6 +79,7 @@ class _Frames(io.RawIOBase):
 
 
 def _parquet(path: Path) -> Any:
+    """Import and return pyarrow. Raises ValueError if it is not installed."""
     try:
         import pyarrow.parquet  # type: ignore[import-untyped, unused-ignore]
     except ImportError:
@@ -82,23 +90,28 @@ def _parquet(path: Path) -> Any:
 
 
 SAMPLE, FOREIGN = 1 << 16, 0.2
-"""Bytes of a file that are looked at, and the share of them that makes it no text. Languages in Latin-1 have less."""
+"""The number of bytes at the start of a file to examine, and the share of non-text bytes from which it counts
+as binary. Texts in Latin-1 have a smaller share.
+"""
 OPENERS: dict[str, Callable[[Path], Any]] = {
     ".gz": gzip.open,
     ".xz": lzma.open,
     ".bz2": bz2.open,
     ".zst": _zstd,
 }
+"""Functions that open compressed files, by suffix."""
 
 
 def kind(path: Path) -> str | None:
-    """The suffix of a file's content, without that of a compression; None for a file that is not read."""
+    """Return the suffix of a file without that of its compression, such as ".jsonl", or None if the file type
+    is not supported.
+    """
     inner = Path(path.stem) if path.suffix in OPENERS else path
     return inner.suffix if inner.suffix in (*PLAIN, *LINES, *FORMATS, TABLE) else None
 
 
 def files(sources: list[Path]) -> list[Path]:
-    """Every file to read, folders searched, in an order that does not depend on the machine."""
+    """Return all files to read, including those in folders, in an order that does not depend on the machine."""
     found: list[Path] = []
     for source in sources:
         if source.is_dir():
@@ -108,7 +121,7 @@ def files(sources: list[Path]) -> list[Path]:
                 *names, last = ("text", "jsonl", "parquet", *(each.name for each in formats()))
                 wanted = f"{', '.join(names)} or {last} files ({suffixes}, also compressed)"
                 raise ValueError(f"{source}: expected {wanted}, got none")
-            if any(kind(path) == TABLE for path in inside):  # then a README describes the dataset
+            if any(kind(path) == TABLE for path in inside):  # a README in such a folder describes the dataset
                 inside = [path for path in inside if path.name != "README.md"]
             found += inside
         elif source.is_file():
@@ -120,32 +133,34 @@ def files(sources: list[Path]) -> list[Path]:
 
 @dataclass(frozen=True)
 class File:
-    """A file to read, whose documents make one shard."""
+    """A file to read. Its documents make one shard."""
 
     path: Path
 
     full = None
-    """Tokens after which a shard is full: never."""
+    """The number of tokens after which a shard is full. None: a file's shard is never split."""
 
     def names(self, number: int) -> Iterator[str]:
-        """Of the shards it makes, as the source of this number."""
+        """Yield the names of the shards that this file makes as source `number`."""
         yield f"{number:05d}"
 
     def made_from(self) -> dict[str, object]:
-        """What its shard depends on, as far as can be seen without reading."""
+        """Return what the shard depends on: the file's name, size and modification time."""
         stat = self.path.stat()
         return {"source": self.path.name, "size": stat.st_size, "changed": stat.st_mtime_ns}
 
     def documents(self, field: str, skip: int = 0) -> Iterator[Document | None]:
+        """Return the documents of the file. `skip` must be 0."""
         assert not skip, "a file makes one shard, which begins at its beginning"
         return documents(self.path, field)
 
 
 def documents(path: Path, field: str = "text") -> Iterator[Document | None]:
-    """The documents of one file: each line's or row's `field` of jsonl and parquet; what a vertical's format
-    has (`remanence.verticals.Format`); any other file is one document.
+    """Yield the documents of one file. In jsonl and parquet files, a document is the `field` of a line or
+    row. Formats of verticals have their own rule (`remanence.verticals.Format`). Any other file is one
+    document.
 
-    None stands for a line or row whose field is null. A document must be read to its end before the next.
+    Yields None for a line or row whose field is null. Each document must be read to its end before the next.
     """
     if kind(path) == TABLE:
         yield from _rows(path, field)
@@ -161,14 +176,16 @@ def documents(path: Path, field: str = "text") -> Iterator[Document | None]:
 
 
 def foreign_share(data: bytes) -> float:
-    """The share of bytes that are no text in UTF-8: parts of no character, and control characters."""
-    text = codecs.getincrementaldecoder("utf-8")("ignore").decode(data)  # a character may be cut at the end
+    """Return the share of bytes that are not text: invalid UTF-8 and control characters."""
+    text = codecs.getincrementaldecoder("utf-8")("ignore").decode(data)  # the last character may be cut
     control = sum(character < " " and character not in "\t\n\r\f\x1b" for character in text)
     return (len(data) - len(text.encode()) + control) / max(1, len(data))
 
 
 def binary_warning(path: Path, *, unpack: bool = True) -> str | None:
-    """One line about a file whose beginning does not look like text; None if it does. Tables are not looked at."""
+    """Return a one-line warning if the beginning of a file does not look like text, else None. Files of
+    jsonl, parquet and verticals' formats are not examined, unless `unpack` is False.
+    """
     if unpack and kind(path) in (TABLE, *LINES, *FORMATS):
         return None
     opener = OPENERS.get(path.suffix) if unpack else None
@@ -180,7 +197,9 @@ def binary_warning(path: Path, *, unpack: bool = True) -> str | None:
 
 
 def read_pieces(path: Path, read: Callable[[], bytes]) -> Iterator[bytes]:
-    """What `read` returns until the file ends; an error names a compressed file that cannot be unpacked."""
+    """Yield what `read` returns until the file ends. Raises ValueError with the path if a compressed file is
+    damaged.
+    """
     damage: list[type[Exception]] = [lzma.LZMAError, zlib.error, EOFError, OSError]
     if "zstandard" in sys.modules:
         damage.append(sys.modules["zstandard"].ZstdError)
@@ -192,6 +211,7 @@ def read_pieces(path: Path, read: Callable[[], bytes]) -> Iterator[bytes]:
 
 
 def _lines(path: Path, lines: Iterable[bytes], field: str) -> Iterator[Document | None]:
+    """Yield the `field` of each line of a jsonl file, or None where it is null. Empty lines are skipped."""
     for number, line in enumerate(lines, 1):
         if not line.strip():
             continue
@@ -205,13 +225,13 @@ def _lines(path: Path, lines: Iterable[bytes], field: str) -> Iterator[Document 
 
 
 def _rows(path: Path, field: str) -> Iterator[Document | None]:
-    """A parquet file's column of texts, a few rows at a time; bytes that are not UTF-8 stay as they are."""
+    """Yield the texts of a parquet column, reading a few rows at a time. Bytes that are not UTF-8 are kept."""
     if path.suffix != TABLE:
         raise ValueError(f"{path}: expected a parquet file as it is, got a compressed one; unpack it first")
     arrow = _parquet(path)
     with open(path, "rb") as file:
         try:
-            # Without these two a row group, which may be the entire file, is held in memory.
+            # Without these two options a whole row group, which may be the entire file, is held in memory.
             table = arrow.parquet.ParquetFile(file, buffer_size=PIECE, pre_buffer=False)
             column = _column(path, table.schema_arrow, field, arrow)
             for batch in table.iter_batches(ROWS, columns=[column], use_threads=False):
@@ -224,6 +244,7 @@ def _rows(path: Path, field: str) -> Iterator[Document | None]:
 
 
 def _column(path: Path, schema: Any, field: str, arrow: Any) -> str:
+    """Return `field` if the table has a column of texts with this name, else raise ValueError."""
     if field not in schema.names:
         raise ValueError(
             f"{path}: expected a column {field!r}, got {', '.join(schema.names)}; --field names another"

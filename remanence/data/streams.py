@@ -1,6 +1,8 @@
-"""Datasets of the Hugging Face hub, read as a stream: no download beforehand, and none of their code is run.
+"""Datasets on the Hugging Face hub, read as a stream: nothing is downloaded in advance, and none of their
+code is run.
 
-`datasets` holds as much as it reads at once, of parquet a row group: a thousand rows in FineWeb.
+The `datasets` library keeps one read unit in memory; for parquet this is a row group, a thousand rows in
+FineWeb.
 """
 
 from __future__ import annotations
@@ -15,14 +17,19 @@ from typing import NamedTuple, Protocol
 from remanence.data.sources import Document
 
 PREFIX = "hf:"
+"""The prefix of sources that are datasets."""
 FULL = 1 << 25
-"""Tokens after which a stream's shard is full: what a kill can cost each process."""
+"""The number of tokens after which a stream's shard is full. At most this much work per process is lost when
+it is killed.
+"""
 PATIENCE = 10.0
-"""Seconds that the hub has for its first answer."""
+"""The timeout in seconds for the hub's first answer."""
 
 
 class Name(NamedTuple):
-    """``hf:NAME[@REVISION][:CONFIG[:SPLIT]]``. The name may be a local folder in the hub's layout."""
+    """The parts of ``hf:NAME[@REVISION][:CONFIG[:SPLIT]]``. The name may be a local folder in the hub's
+    layout.
+    """
 
     dataset: str
     revision: str | None
@@ -31,10 +38,12 @@ class Name(NamedTuple):
 
     @property
     def folder(self) -> Path | None:
+        """The local folder, or None if the dataset is on the hub."""
         return Path(self.dataset) if Path(self.dataset).is_dir() else None
 
 
 def read_name(source: str) -> Name:
+    """Parse the name of a dataset. The split is "train" by default."""
     dataset, *rest = source.removeprefix(PREFIX).split(":")
     name, _, revision = dataset.partition("@")
     if not name or len(rest) > 2:
@@ -44,7 +53,7 @@ def read_name(source: str) -> Name:
 
 
 class _Rows(Protocol):
-    """A streamed dataset (`datasets.IterableDataset`)."""
+    """The interface of a streamed dataset (`datasets.IterableDataset`)."""
 
     def skip(self, n: int) -> _Rows: ...
 
@@ -53,7 +62,9 @@ class _Rows(Protocol):
 
 @dataclass(frozen=True)
 class Part:
-    """One of the files of a dataset, read as a stream. Its shards do not depend on who reads the other files."""
+    """One file of a dataset, read as a stream. It is file `number` of `of` files. Its shards do not depend on
+    other files.
+    """
 
     source: str
     revision: str
@@ -64,13 +75,17 @@ class Part:
 
     @property
     def local(self) -> bool:
+        """Whether the dataset is a local folder."""
         return read_name(self.source).folder is not None
 
     def names(self, number: int) -> Iterator[str]:
-        """Of the shards it makes, as the source of this number; how many is known only at its end."""
+        """Yield the names of the shards that this file makes as source `number`. The sequence is infinite,
+        because the number of shards is known only when the file has been read.
+        """
         return (f"{number:05d}-{shard:05d}" for shard in count())
 
     def made_from(self) -> dict[str, object]:
+        """Return what the shards depend on."""
         return {
             "source": self.source,
             "revision": self.revision,
@@ -79,12 +94,12 @@ class Part:
         }
 
     def read(self, columns: Sequence[str], skip: int = 0) -> Iterator[dict[str, str | None]]:
-        """Some columns, which are texts, from the row `skip` on. The rows before it are read and dropped."""
+        """Yield rows with some text columns, from row `skip` on. Earlier rows are read and discarded."""
         rows = iter(self.rows.skip(skip) if skip else self.rows)
         for number in count(skip + 1):
             try:
                 row = next(rows, None)
-            except Exception as error:  # of the network, the file's format, or any other library below
+            except Exception as error:  # from the network, the file format, or any library below
                 raise ValueError(
                     f"{self.source}: reading stopped at row {number} of file {self.number + 1} of {self.of} "
                     f"({_line(error)}); the same command goes on from here"
@@ -96,6 +111,7 @@ class Part:
             yield {field: row[field] for field in columns}
 
     def _check(self, row: Mapping[str, object], field: str) -> None:
+        """Raise ValueError if a row does not have the column `field`, or if the column is not text."""
         hint = "--field names another"
         if field not in row:
             raise ValueError(f"{self.source}: expected a column {field!r}, got {', '.join(row)}; {hint}")
@@ -104,14 +120,16 @@ class Part:
             raise ValueError(f"{self.source}: column {field!r}: expected texts, got {got}; {hint}")
 
     def documents(self, field: str, skip: int = 0) -> Iterator[Document | None]:
-        """A column's texts, from the row `skip` on."""
+        """Yield the texts of a column from row `skip` on, or None for a null."""
         for row in self.read((field,), skip):
             text = row[field]
             yield None if text is None else [text.encode("utf-8", "surrogatepass")]
 
 
 def parts(source: str, revision: str | None = None, full: int = FULL) -> list[Part]:
-    """The files of a dataset, at the given revision, else the one its name gives, else the newest."""
+    """Return the files of a dataset, at the given revision, else at the revision in its name, else at the
+    newest.
+    """
     name = read_name(source)
     try:
         import datasets  # type: ignore[import-untyped, unused-ignore]
@@ -138,15 +156,15 @@ def parts(source: str, revision: str | None = None, full: int = FULL) -> list[Pa
         return [
             Part(source, fixed, number, total, rows.shard(total, number), full) for number in range(total)
         ]
-    except (
-        Exception
-    ) as error:  # a wrong config or split, a format it does not know, a hub that fails half-way
+    except Exception as error:  # a wrong config or split, an unknown format, or a hub that fails half-way
         wanted = "hf:NAME:CONFIG:SPLIT of a dataset that can be read"
         raise ValueError(f"{source}: expected {wanted} ({_line(error)})") from None
 
 
 def _resolve_revision(source: str, dataset: str, revision: str | None) -> str:
-    """The revision's full name. One short request: `datasets` would try for long to reach a hub that is not there."""
+    """Return the full hash of a revision. This is one short request, because `datasets` would retry for a
+    long time if the hub cannot be reached.
+    """
     from huggingface_hub import HfApi, errors
 
     try:
@@ -162,7 +180,7 @@ def _resolve_revision(source: str, dataset: str, revision: str | None) -> str:
         raise ValueError(f"{source}: no such revision: {revision}") from None
     except errors.HFValidationError as error:
         raise ValueError(f"{source}: no such folder, and not a dataset's name ({_line(error)})") from None
-    except Exception as error:  # of the network, whose library is the hub's own choice
+    except Exception as error:  # from the network; the hub's library decides which error
         raise ValueError(
             f"{source}: the hub cannot be reached ({_line(error)}); where it can, run "
             f"`hf download {dataset} --repo-type dataset --local-dir FOLDER`, and give FOLDER instead"
@@ -170,7 +188,7 @@ def _resolve_revision(source: str, dataset: str, revision: str | None) -> str:
 
 
 def _fingerprint(folder: Path) -> str:
-    """Changes with any file's name, size or time, as a revision does."""
+    """Return a digest of all file names, sizes and modification times, in place of a revision."""
     inside = sorted(path for path in folder.rglob("*") if path.is_file())
     stats = [(path.relative_to(folder).as_posix(), path.stat()) for path in inside]
     lines = [f"{name} {stat.st_size} {stat.st_mtime_ns}" for name, stat in stats]
@@ -178,4 +196,5 @@ def _fingerprint(folder: Path) -> str:
 
 
 def _line(error: Exception) -> str:
+    """Return an error's message on one line, or its type if the message is empty."""
     return " ".join(str(error).split()) or type(error).__name__

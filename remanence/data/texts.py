@@ -1,4 +1,4 @@
-"""Local texts, or datasets of the hub, as documents and as sentences."""
+"""Local texts or datasets of the hub, as documents and as sentences."""
 
 from __future__ import annotations
 
@@ -15,13 +15,16 @@ from remanence.data.sources import LINES, OPENERS, documents, files, kind, read_
 from remanence.data.streams import PREFIX, parts
 
 SENTENCE = 1000
-"""Characters after which a sentence without an end is cut."""
+"""The number of characters after which a sentence without an end is cut."""
 
 
 class Texts:
-    """The documents of a file, a folder or ``hf:NAME[:CONFIG[:SPLIT]]``, each as pieces of bytes."""
+    """The documents of a file, a folder or ``hf:NAME[:CONFIG[:SPLIT]]``, each as an iterable of pieces of
+    bytes.
+    """
 
     def __init__(self, what: str, source: str | None, hint: str) -> None:
+        """`what` is the argument name, and `hint` the expected value, to show in error messages."""
         if source is None:
             option = f"--{what.removeprefix('--')}"
             raise ValueError(f"{what}: expected {hint}, got none; {option}=PATH gives one")
@@ -34,7 +37,9 @@ class Texts:
 
     @cached_property
     def identity(self) -> dict[str, str]:
-        """The data's name, and a digest of its files' names, sizes and beginnings: enough to notice other files."""
+        """The data's name, and a digest of its files' names, sizes and first bytes, which is enough to notice
+        other files.
+        """
         digest = hashlib.sha256(self.source.encode() if not self.paths else b"")
         for path in self.paths:
             with open(path, "rb") as file:
@@ -45,7 +50,9 @@ class Texts:
         }
 
     def of(self, path: Path | None) -> Iterator[Iterable[bytes]]:
-        """One file's documents, or all of the hub's; empty ones are passed over."""
+        """Yield the documents of one file, or all documents of the hub's dataset if `path` is None. Rows
+        without text are skipped.
+        """
         found = (
             documents(path)
             if path
@@ -59,7 +66,7 @@ class Texts:
             yield from self.of(path)
 
     def sentences(self) -> Iterator[str]:
-        """Sentence after sentence of all documents, white space made single."""
+        """Yield the sentences of all documents in order, with each run of white space replaced by one space."""
         for document in self:
             held = ""
             for piece in decoded(document):
@@ -71,18 +78,21 @@ class Texts:
 
 
 def decoded(document: Iterable[bytes]) -> Iterator[str]:
-    """A document's text: its pieces may be cut inside a character."""
+    """Yield the text of a document. Its pieces may be cut inside a character."""
     return codecs.iterdecode(document, "utf-8", "replace")
 
 
 def _plain(sentence: str) -> Iterator[str]:
+    """Yield a sentence with single spaces, cut into pieces of at most `SENTENCE` characters."""
     words = " ".join(sentence.split())
     for start in range(0, len(words), SENTENCE):
         yield words[start : start + SENTENCE]
 
 
 def lines(what: str, source: str | None, hint: str) -> list[dict[str, Any]]:
-    """The entries of a jsonl file, compressed or not."""
+    """Return the entries of a jsonl file, compressed or not. `what` is the argument name, and `hint` the
+    expected value, to show in error messages.
+    """
     if source is None or not Path(source).is_file() or kind(Path(source)) not in LINES:
         raise ValueError(f"{what}: expected {hint}, got {source or 'none'}; --{what}=PATH gives one")
     path, found = Path(source), []

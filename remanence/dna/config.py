@@ -1,4 +1,4 @@
-"""Configuration of DNA as training data. Imports no torch."""
+"""Configuration of DNA training data. Does not import torch."""
 
 from __future__ import annotations
 
@@ -26,10 +26,11 @@ class GenomeData(CorpusData):
 
 @dataclass(frozen=True, kw_only=True)
 class DnaData(CorpusData):
-    """Labelled sequences; the label is predicted after the last base. Rows are padded to the longest sequence.
+    """Labelled sequences for classification. The label is predicted after the last base, and rows are padded
+    to the longest sequence.
 
     Attributes:
-        path: a table, or a folder in GUE's or GenomicBenchmarks' layout.
+        path: a CSV table, or a folder in the layout of GUE or GenomicBenchmarks.
         length: maximum number of tokens in a row.
         weight: weight of each base in the loss, relative to a label. 0: loss on labels only.
         reverse_complement: replace each row by its reverse complement with probability 1/2.

@@ -20,15 +20,17 @@ from remanence.runtime.choices import check_choice
 from remanence.runtime.errors import DivergedError
 
 UNIT = 512
-"""Number of sequences per unit of work in the journal."""
+"""Number of sequences per unit of work. The result of each unit is saved in the journal."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class DnaSettings:
-    """
+    """Settings of the evaluation of DNA classifiers.
+
     Attributes:
-        data: a table with the columns sequence and label, or a folder in GUE's or GenomicBenchmarks' layout.
-        split: train, dev or test, where data is a folder.
+        data: a table with the columns sequence and label, or a folder in the layout of GUE or
+            GenomicBenchmarks.
+        split: train, dev or test, if data is a folder.
         reverse_complement: average the predictions for each sequence and its reverse complement.
         samples: number of sequences, evenly spaced over the split. Default: all.
         rows: batch size, in sequences.
@@ -46,7 +48,7 @@ class DnaSettings:
 
 
 class Dna(Task):
-    """Classification of sequences among the labels of the model's training data."""
+    """Classification of sequences, with the labels of the model's training data as classes."""
 
     name = "dna"
     Settings = DnaSettings
@@ -96,6 +98,7 @@ class Dna(Task):
         return [self._measure(unit["from"]) for unit in units]
 
     def _measure(self, start: int) -> Result:
+        """Classify the unit of sequences that starts at this index, and return its confusion matrix."""
         sequences, chosen = self.sequences[start : start + UNIT], []
         for first in range(0, len(sequences), self.settings.rows):
             own = sequences[first : first + self.settings.rows]
@@ -124,7 +127,10 @@ class Dna(Task):
 
 @torch.no_grad()
 def label_scores(subject: Subject, sequences: Sequence[np.ndarray], labels: int) -> torch.Tensor:
-    """Log-probabilities of the labels ``[b labels]``, normalised over labels, for sequences of any lengths."""
+    """Return the log-probabilities of the labels ``[b labels]`` for sequences of any lengths.
+
+    They are normalised over the labels. `labels` is the number of labels.
+    """
     tokens, ends = append_label_query(sequences)
     rows, places = torch.from_numpy(tokens.astype(np.int64)).to(subject.device), torch.from_numpy(ends)
     found: torch.Tensor | None = None

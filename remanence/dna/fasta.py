@@ -13,37 +13,47 @@ from remanence.dna.alphabet import AMBIGUOUS, BASES, INVALID, TOKENS, WHITESPACE
 from remanence.runtime.choices import short_repr
 
 _CLEANED = bytes(BASES.encode()[token] if token < len(BASES) else 0 for token in TOKENS.tolist())
+"""Translation table from bytes to bases. Invalid letters become zero bytes."""
 _BLANK = bytes(byte for byte, token in enumerate(TOKENS.tolist()) if token == WHITESPACE)
+"""All bytes that are white space."""
 _WRONG = bytes(byte for byte, token in enumerate(TOKENS.tolist()) if token == INVALID)
+"""All bytes that are invalid in a sequence."""
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
-"""The UTF-8 byte order mark that some editors write."""
+"""The UTF-8 byte order mark, which some editors write at the start of a file."""
 NAME = 100
-"""Maximum number of bytes of a header in a record's name."""
+"""Maximum number of bytes of a header line that are kept as the record's name."""
 
 
 def clean(raw: bytes) -> bytes:
-    """Bases of a piece of a sequence, in upper case and without white space; invalid letters become zero bytes."""
+    """Return the bases of a piece of a sequence, in upper case and without white space.
+
+    Invalid letters become zero bytes.
+    """
     return raw.translate(_CLEANED, _BLANK)
 
 
 def find_invalid(raw: bytes) -> int:
-    """Index of the first invalid letter in a piece of a sequence."""
+    """Return the index of the first invalid letter in a piece of a sequence, or its length if there is none."""
     return len(raw) - len(raw.lstrip(bytes(set(range(256)) - set(_WRONG))))
 
 
 class Record(NamedTuple):
-    """A sequence: its name, the line of its header, and an iterator over its bases, read before the next record."""
+    """A sequence of a FASTA file. Its pieces must be read before the next record is requested."""
 
     name: str
+    """Text of the header, without the '>'."""
     line: int
+    """Line number of the header."""
     pieces: Iterator[bytes]
+    """Iterator over pieces of the bases."""
 
 
 def read_records(path: Path, size: int = PIECE) -> Iterator[Record]:
     """Iterate over the sequences of a FASTA file, compressed or not, reading `size` bytes at a time.
 
-    Lower case is read as upper case, U as T, and ambiguity codes as N, with a warning that counts them at the end.
-    Text before the first header, a record without bases and invalid letters are errors that name the line.
+    Lower case is read as upper case, U as T, and ambiguity codes as N; a warning at the end gives the number
+    of ambiguity codes. Text before the first header, a record without bases, and invalid letters raise errors
+    that name the line.
     """
     found = _parse(path, size)
     header = next(found)
@@ -61,12 +71,14 @@ def read_documents(path: Path) -> Iterator[Iterator[bytes]]:
 
 
 class _Header(NamedTuple):
+    """A header line: its text without the '>', and its line number."""
+
     name: str
     line: int
 
 
 class _RecordPieces:
-    """Iterator over the pieces up to the next header, which is then in `next`."""
+    """Iterator over the pieces of a record. At its end, the header of the next record is in `next`."""
 
     def __init__(self, found: Iterator[_Header | bytes]) -> None:
         self.found = found
@@ -81,7 +93,7 @@ class _RecordPieces:
 
 
 def _parse(path: Path, size: int) -> Iterator[_Header | bytes]:
-    """Iterate over headers and the cleaned pieces of bases after each."""
+    """Yield each header, followed by the cleaned pieces of bases of its record."""
     line, bases, header, ambiguous = 1, 0, None, Counter[str]()
     for new_line, is_header, raw in _split_lines(path, size):
         line = new_line
@@ -118,11 +130,12 @@ def _parse(path: Path, size: int) -> Iterator[_Header | bytes]:
 
 
 def _empty_record_error(path: Path, header: _Header) -> str:
+    """Return the error message for a record without bases."""
     return f"{path}: line {header.line}: expected bases after the header {short_repr(header.name)}, got none"
 
 
 def _count_ambiguous(raw: bytes, cleaned: bytes, ambiguous: Counter[str]) -> None:
-    """Count ambiguity codes, only in pieces with an N because they are rare."""
+    """Add the ambiguity codes of a piece to the counter. Pieces without an N have none and are skipped."""
     if b"N" in cleaned:
         for letter in AMBIGUOUS:
             if found := raw.count(letter.encode()) + raw.count(letter.lower().encode()):
@@ -130,7 +143,9 @@ def _count_ambiguous(raw: bytes, cleaned: bytes, ambiguous: Counter[str]) -> Non
 
 
 def _split_lines(path: Path, size: int) -> Iterator[tuple[int, bool, bytes]]:
-    """Iterate over headers without their '>' and pieces of the text between them, with the line each starts on."""
+    """Yield (line number, whether it is a header, bytes) for headers without their '>' and for pieces of the
+    text between headers. The line number is that of the start.
+    """
     line, inside, held, fresh, first = 1, False, b"", True, True
     with OPENERS.get(path.suffix, lambda p: open(p, "rb"))(path) as file:
         for piece in read_pieces(path, lambda: file.read(size)):

@@ -15,21 +15,26 @@ from remanence.dna.alphabet import base_tokens
 from remanence.runtime.choices import short_repr
 
 TABLES = (".csv", ".tsv")
+"""File name suffixes of tables."""
 SEQUENCE, LABEL = ("sequence", "seq"), ("label", "class")
-"""Names of the columns (case-insensitive)."""
+"""Accepted names of the sequence column and of the label column (case-insensitive)."""
 SPLITS = {"train": ("train",), "dev": ("dev", "valid", "val", "validation"), "test": ("test",)}
-"""The splits of a dataset, and possible names of their files or folders."""
+"""The splits of a dataset, with the accepted names of their files or folders."""
 LAYOUTS = (
     "a .csv table, or a folder with train.csv and test.csv or with train/CLASS/*.txt and test/CLASS/*.txt"
 )
+"""The supported layouts, for error messages."""
 
 
 class Labelled(NamedTuple):
-    """A labelled dataset: sequences as tokens, their labels, and their places in the files for error messages."""
+    """A labelled dataset."""
 
     sequences: list[np.ndarray]
+    """Token arrays ``[bases]``."""
     labels: list[str]
+    """Label of each sequence."""
     places: list[str]
+    """File, and line if any, of each sequence, for error messages."""
 
     @property
     def names(self) -> list[str]:
@@ -39,8 +44,9 @@ class Labelled(NamedTuple):
 
 
 def read_labelled(what: str, source: str | None, split: str) -> Labelled:
-    """Read a split of a dataset; a single table has no splits and is read as a whole. `what` is the name of the setting
-    for error messages.
+    """Read a split of a dataset. A single table has no splits and is read as a whole.
+
+    `what` is the name of the setting to show in error messages.
     """
     if source is None:
         raise ValueError(f"{what}: expected {LAYOUTS}, got none; set it with --{what}=PATH")
@@ -58,7 +64,9 @@ def read_labelled(what: str, source: str | None, split: str) -> Labelled:
 
 
 def _find_split(path: Path, split: str) -> tuple[Path | None, Path | None]:
-    """Path of the table of a split, or else of its folder."""
+    """Return the path of a split's table, or of its folder; the other one is None. Both are None if not
+    found.
+    """
     for name in SPLITS.get(split, (split,)):
         for table in TABLES:
             for packed in ("", *OPENERS):
@@ -70,6 +78,7 @@ def _find_split(path: Path, split: str) -> tuple[Path | None, Path | None]:
 
 
 def _collect(path: Path, found: Iterator[tuple[str, bytes, str]]) -> Labelled:
+    """Encode and check the sequences, given as (place, sequence, label). `path` is for error messages."""
     made = Labelled([], [], [])
     for place, text, label in found:
         try:
@@ -89,14 +98,14 @@ def _collect(path: Path, found: Iterator[tuple[str, bytes, str]]) -> Labelled:
 
 
 def _read_table(path: Path) -> Iterator[tuple[str, bytes, str]]:
-    """Iterate over the rows of a table: place, sequence, label."""
+    """Iterate over the rows of a table as (place, sequence, label)."""
     with OPENERS.get(path.suffix, lambda p: open(p, "rb"))(path) as file:
         raw = b"".join(read_pieces(path, lambda: file.read(1 << 20)))
     if not raw.strip():
         raise ValueError(f"{path}: expected a table, got an empty file")
     text = raw.decode("utf-8-sig", "replace")
     delimiter = "\t" if "\t" in text.partition("\n")[0] else ","
-    csv.field_size_limit(max(len(text), csv.field_size_limit()))  # a sequence may be longer than its 128 KiB
+    csv.field_size_limit(max(len(text), csv.field_size_limit()))  # sequences may exceed the default, 128 KiB
     rows = csv.reader(io.StringIO(text, newline=""), delimiter=delimiter)
     try:
         head = [name.strip().lower() for name in next(rows)]
@@ -113,6 +122,7 @@ def _read_table(path: Path) -> Iterator[tuple[str, bytes, str]]:
 
 
 def _find_column(path: Path, head: list[str], names: tuple[str, ...]) -> int:
+    """Return the index of the first of `names` that is in the header row."""
     for name in names:
         if name in head:
             return head.index(name)
@@ -121,7 +131,7 @@ def _find_column(path: Path, head: list[str], names: tuple[str, ...]) -> int:
 
 
 def _read_folder(folder: Path) -> Iterator[tuple[str, bytes, str]]:
-    """Iterate over the files in the folder of each class: place, sequence, label."""
+    """Iterate over the files in the folder of each class as (place, sequence, label)."""
     classes = sorted(path for path in folder.iterdir() if path.is_dir())
     if not classes:
         raise ValueError(f"{folder}: expected a folder for each class, got none")

@@ -29,14 +29,16 @@ from remanence.train.config import TrainConfig
 from remanence.train.sources import check_vocabulary
 
 PADDING = BASES.index("N")
-"""Padding token after the end of a sequence. A causal model does not see it at the positions with targets."""
+"""Padding token after the end of a sequence. Positions with targets come before it, so a causal model does
+not read it there.
+"""
 
 
 def digest(parts: Iterable[np.ndarray | str]) -> str:
-    """Digest of sequences and labels, by which a resumed run detects changed data."""
+    """Return a digest of sequences and labels, by which a resumed run detects changed data."""
     found = sha256()
     for part in parts:
-        raw = part.encode() if isinstance(part, str) else part.data  # no copy of a chromosome
+        raw = part.encode() if isinstance(part, str) else part.data  # avoids copying a chromosome
         found.update(len(raw).to_bytes(8, "little"))
         found.update(raw)
     return found.hexdigest()[:32]
@@ -45,8 +47,9 @@ def digest(parts: Iterable[np.ndarray | str]) -> str:
 class GenomeSource:
     """Training rows from random positions of a genome, for next-base prediction.
 
-    With carried memory, a row reads up to `max_pieces` consecutive pieces before it jumps to a new position. With
-    `reverse_complement`, each position is read on the opposite strand with probability 1/2.
+    If memory is carried, a row reads up to `max_pieces` consecutive pieces (a span) before it moves to a new
+    random position. If `reverse_complement` is set, each span is read on the opposite strand with probability
+    1/2.
     """
 
     def __init__(
@@ -67,8 +70,8 @@ class GenomeSource:
         sizes = np.array([len(record) for record in records])
         if sizes.max(initial=0) < 2:
             raise ValueError("data.path: expected a sequence of at least two bases, got none")
-        # At most the N50 of the sequences: half of all bases lie in sequences of at least this length. Shorter
-        # sequences are padded.
+        # A span is at most as long as the N50 of the sequences: half of all bases are in sequences of at least
+        # this length. Shorter sequences are padded.
         ordered = np.sort(sizes)[::-1]
         n50 = int(ordered[np.searchsorted(np.cumsum(ordered), ordered.sum() / 2)])
         self.pieces = max(1, min(max_pieces, (n50 - 1) // length))
@@ -77,7 +80,7 @@ class GenomeSource:
         self._drawn = lru_cache(4)(self._draw)
 
     def _draw(self, number: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Draw the record, start and strand of every row for the span with this number."""
+        """Draw the record, the start position and the strand of every row, for the span with this number."""
         rng = step_rng(self.seed, number)
         ends = np.cumsum(self.num_starts)
         at = rng.integers(int(ends[-1]), size=self.rows)
@@ -86,7 +89,7 @@ class GenomeSource:
         return record, at - (ends[record] - self.num_starts[record]), reverse
 
     def _piece(self, record: int, start: int, reverse: bool, piece: int) -> np.ndarray:
-        """The bases of a piece: `length` + 1, or fewer at the end of the record."""
+        """Return the bases of a piece of a span: `length` + 1, or fewer at the end of the record."""
         bases, size = self.records[record], self.pieces * self.length + 1
         span = bases[start : start + size]
         first = piece * self.length
@@ -96,6 +99,7 @@ class GenomeSource:
         return reverse_complement(span[max(0, stop - self.length - 1) : stop])
 
     def step(self, number: int) -> Batch:
+        """Return the batch of a training step."""
         tokens = np.full((self.batch, self.length), PADDING, np.int64)
         targets = np.full_like(tokens, IGNORED)
         begins = np.zeros(self.batch, bool)
@@ -115,7 +119,11 @@ class GenomeSource:
 def append_label_query(
     sequences: Sequence[np.ndarray], length: int | None = None
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Pad sequences to rows ``[b t]`` with the label query token after each, and its positions ``[b]``."""
+    """Pad sequences and add the label query token after each.
+
+    Returns the rows ``[b t]`` and the positions of the label query ``[b]``. `length` is the row length; by
+    default the longest sequence and its label query.
+    """
     ends = np.array([len(sequence) for sequence in sequences])
     rows = np.full((len(sequences), length or int(ends.max()) + 1), PADDING, np.uint8)
     for row, sequence in zip(rows, sequences, strict=True):
@@ -125,11 +133,13 @@ def append_label_query(
 
 
 class LabelledSource:
-    """Training rows for classification: sequences shuffled every epoch, each followed by the label query token.
+    """Training rows for classification: sequences shuffled every epoch, each followed by the label query
+    token.
 
-    Rows are padded to the longest sequence, at most `length` tokens. The label is the target. With `weight` above 0
-    each base is a target as well, with this weight. With `reverse_complement`, each row is replaced by its reverse
-    complement with probability 1/2.
+    Rows are padded to the longest sequence, which may have at most `length` tokens with its label query. The
+    target of the label query is the label. If `weight` is above 0, each base is also a target, with this
+    weight. If `reverse_complement` is set, each row is replaced by its reverse complement with probability
+    1/2.
     """
 
     def __init__(
@@ -160,7 +170,7 @@ class LabelledSource:
         self._order = lru_cache(2)(lambda epoch: step_rng(seed, epoch).permutation(len(self.labels)))
 
     def _step_indices(self, number: int) -> np.ndarray:
-        """Indices of the sequences of a step, for all processes."""
+        """Return the indices of the sequences of a step, for all processes."""
         count, rows = len(self.labels), self.batch * self.world
         places = np.arange(number * rows, (number + 1) * rows)
         epochs = places // count
@@ -171,11 +181,12 @@ class LabelledSource:
         return np.concatenate(chosen)
 
     def step(self, number: int) -> Batch:
+        """Return the batch of a training step."""
         own = rank_rows(self.batch, self.rank)
         chosen = self._step_indices(number)[own]
         tokens, ends = self.tokens[chosen].astype(np.int64), self.ends[chosen]
         if self.both:
-            # A different generator from the one that shuffles epochs.
+            # This random generator differs from the one that shuffles epochs.
             reverse = step_rng(self.seed + 2**62, number).integers(2, size=self.batch * self.world)[own]
             for row in np.flatnonzero(reverse):
                 tokens[row, : ends[row]] = reverse_complement(tokens[row, : ends[row]])
@@ -193,17 +204,17 @@ class LabelledSource:
 
 
 def confusion(labels: Sequence[int], chosen: Sequence[int], classes: int) -> np.ndarray:
-    """Confusion matrix ``[classes classes]``: true classes in rows, predicted classes in columns."""
+    """Return the confusion matrix ``[classes classes]``: true classes in rows, predicted classes in columns."""
     found = np.zeros((classes, classes), np.int64)
     np.add.at(found, (np.asarray(labels), np.asarray(chosen)), 1)
     return found
 
 
 def classification_scores(found: np.ndarray) -> dict[str, float]:
-    """Accuracy, Matthews correlation coefficient and macro F1 of a confusion matrix.
+    """Return the accuracy, Matthews correlation coefficient and macro F1 of a confusion matrix.
 
-    The coefficient is Gorodkin's generalisation to several classes, and 0 if all true or all predicted classes are the
-    same. Classes that neither occur nor are predicted are left out of F1.
+    The coefficient is Gorodkin's generalisation to several classes. It is 0 if all true or all predicted
+    classes are the same. Classes that neither occur nor are predicted do not count in F1.
     """
     found = found.astype(np.float64)
     total, right = float(found.sum()), float(np.trace(found))
@@ -218,7 +229,7 @@ def classification_scores(found: np.ndarray) -> dict[str, float]:
 
 
 def make_genome_source(config: TrainConfig, batch: int, rank: int, world: int) -> GenomeSource:
-    """Build the training source of data.kind=genome. The genome is held in memory, one byte per base."""
+    """Build the training source for data.kind=genome. The genome is held in memory, one byte per base."""
     data = config.data
     assert isinstance(data, GenomeData)
     if data.path is None or not Path(data.path).exists():
@@ -237,7 +248,7 @@ def make_genome_source(config: TrainConfig, batch: int, rank: int, world: int) -
 
 
 def make_label_source(config: TrainConfig, batch: int, rank: int, world: int) -> LabelledSource:
-    """Build the training source of data.kind=dna."""
+    """Build the training source for data.kind=dna."""
     data = config.data
     assert isinstance(data, DnaData)
     source = LabelledSource(

@@ -1,4 +1,4 @@
-"""Registration of `remanence.dna` with the core package. Imports no torch."""
+"""Registration of `remanence.dna` with the core package. Does not import torch."""
 
 from remanence.verticals import Format, Vertical
 
@@ -17,7 +17,7 @@ VERTICAL = Vertical(
     formats=(
         Format(
             name="FASTA",
-            # .faa files hold proteins: reading one raises an error that names the line.
+            # .faa files contain proteins. They are listed so that reading one raises an error that names the line.
             suffixes=(".fa", ".fasta", ".fna", ".fas", ".ffn", ".frn", ".faa"),
             documents="remanence.dna.fasta:read_documents",
         ),
@@ -31,3 +31,4 @@ VERTICAL = Vertical(
         "remanence.evaluate.dna": "remanence.dna.evaluation",
     },
 )
+"""Data kinds, evaluation, tokenizer and file format that this package adds to the core package."""

@@ -1,4 +1,4 @@
-"""Evaluation: the papers' experiments as entries of `TASKS`, with the memory on, off, frozen or fresh."""
+"""Evaluation: the papers' experiments as tasks in `TASKS`, with the memory on, off, frozen or fresh."""
 
 from remanence.evaluate.babilong import Babilong
 from remanence.evaluate.commonsense import Commonsense
@@ -19,5 +19,6 @@ TASKS: Registry[type[Task]] = Registry(
         **{task.name: task for task in (Ablate, Depth)},
     }
 )
+"""Evaluation tasks by name, including those that verticals such as DNA and forecasting register."""
 
 __all__ = ["TASKS", "Row", "Subject", "Task", "configured", "evaluate", "provenance", "write_rows"]

@@ -24,19 +24,21 @@ from remanence.tasks.haystack import Haystack
 
 @dataclass(frozen=True, kw_only=True)
 class BabilongSettings:
-    """
+    """Settings of the BABILong evaluation.
+
     Attributes:
-        data: folder or archive of bAbI (tasks_1-20_v1-2; the English version with 1000 stories per task), or hf:NAME of
-            a dataset with the columns of BABILong (input, question, target; config 0k, one split per task).
+        data: folder or archive of bAbI (tasks_1-20_v1-2; the English version with 1000 stories per task), or
+            hf:NAME of a dataset with the columns of BABILong (input, question, target; config 0k, one split
+            per task).
         books: the background text around the facts: a file, a folder or hf:NAME. Not needed for length 0.
         tasks: qa1 to qa20, or all.
-        lengths: numbers of tokens before the answer, exact; 0 for the facts alone.
+        lengths: exact numbers of tokens before the answer. 0: the facts without background text.
         samples: number of questions per task and length.
         indices: a JSON file with the indices of the test stories per task, ``{"qa1": [1, 4, ...]}``, such as
-            test_100_idxs.json of BABILong. Default: all, in an order drawn with the seed.
+            test_100_idxs.json of BABILong. Default: all stories, in a random order that depends on the seed.
         shots: number of training stories with answers in front of the text (few-shot examples).
-        published: which results of the paper are plotted, few-shot or fine-tuned. Default: fine-tuned if the model was
-            trained by recipes/babilong.py.
+        published: which results of the paper are plotted: few-shot or fine-tuned. Default: fine-tuned if the
+            model was trained on BABILong (recipes/babilong.py), else few-shot.
         batch: batch size, in texts.
     """
 
@@ -68,7 +70,9 @@ class BabilongSettings:
 
 
 class Babilong(Task):
-    """Whether the generated text contains the right answer and no other, and whether it is the likeliest option."""
+    """BABILong accuracy: whether the generated text contains the right answer and no other (metric "right"),
+    and whether the right answer is the most likely option (metric "chosen").
+    """
 
     name = "babilong"
     Settings = BabilongSettings
@@ -91,10 +95,11 @@ class Babilong(Task):
             longest = max(settings.lengths)
             hay = Haystack.of("babilong.books", self.books.sentences(), subject.tokenizer, longest)
         self.questions = Questions(stories, shots, hay, subject.tokenizer, subject.seed)
-        for group in self.units():  # fail now if a length is too short for the stories
+        for group in self.units():  # raises an error now if a length is too short for the stories
             self.sample(group[-1])
 
     def _select_stories(self, task: str) -> list[Story]:
+        """Return the test stories of a task: all of them, or those that the file `indices` lists."""
         stories, path = self._read_split(task, "test"), self.settings.indices
         if path is None:
             return stories
@@ -109,6 +114,7 @@ class Babilong(Task):
         return [stories[index] for index in chosen]
 
     def _read_split(self, task: str, split: str) -> list[Story]:
+        """Read the stories of a task and split, and add them to the digest of the data."""
         found = read_stories("babilong.data", self.settings.data, task, split)
         self.digest.update(repr(found).encode())
         return found
@@ -130,12 +136,12 @@ class Babilong(Task):
         return int(unit["length"]) or 256
 
     def sample(self, unit: Setting) -> tuple[np.ndarray, str, Story]:
-        """Text and question of a unit, the prompt that starts the answer, and the story."""
+        """Return the tokens of the text with its question, the prompt that starts the answer, and the story."""
         text, story = self.questions.sample(unit)
         return text, PROMPT, story
 
     def options(self, task: str, right: str) -> list[str]:
-        """All answers of a task, with the correct one first."""
+        """Return all possible answers of a task, with the correct one first."""
         return self.questions.options(task, right)
 
     def measure(self, units: list[Setting]) -> list[Result]:

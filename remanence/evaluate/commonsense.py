@@ -1,4 +1,6 @@
-"""Commonsense benchmarks of Table 1 through lm-evaluation-harness, on local jsonl files or datasets of the hub."""
+"""Commonsense benchmarks of Table 1, run by lm-evaluation-harness on local jsonl files or datasets of the
+hub.
+"""
 
 from __future__ import annotations
 
@@ -21,15 +23,20 @@ from remanence.evaluate.task import Result, Row, Setting, Task, check_minimum, s
 from remanence.runtime.choices import check_choice
 
 Entry = dict[str, Any]
+"""One line of a data file, as a JSON object, or a task definition of the harness."""
 
 
 class Benchmark(NamedTuple):
-    """A benchmark: its name in the harness, prefixes of local file names, metrics, and the parser of a line."""
+    """A benchmark of lm-evaluation-harness."""
 
     harness: str
+    """Name of the task in the harness."""
     files: tuple[str, ...]
+    """Prefixes of the names of local files."""
     metrics: tuple[str, ...]
+    """Names of the metrics in the harness."""
     read: Callable[[Entry], Entry]
+    """Function that converts a line of a local file."""
 
 
 def _multiple_choice(entry: Entry) -> Entry:
@@ -43,6 +50,7 @@ def _multiple_choice(entry: Entry) -> Entry:
 
 
 def _piqa(entry: Entry) -> Entry:
+    """Convert a line of PIQA from the Hugging Face or llm-foundry format to query, choices and gold index."""
     if "goal" not in entry:
         return _multiple_choice(entry)
     return {
@@ -53,6 +61,7 @@ def _piqa(entry: Entry) -> Entry:
 
 
 def _arc(entry: Entry) -> Entry:
+    """Convert a line of ARC from the Hugging Face or llm-foundry format to query, choices and gold index."""
     if "question" not in entry:
         return _multiple_choice(entry)
     choices, gold = entry["choices"]["text"], entry["choices"]["label"].index(entry["answerKey"])
@@ -60,6 +69,7 @@ def _arc(entry: Entry) -> Entry:
 
 
 def _siqa(entry: Entry) -> Entry:
+    """Convert a line of SIQA from the Hugging Face or llm-foundry format to query, choices and gold index."""
     if "answerA" not in entry:
         return _multiple_choice(entry)
     choices = [entry["answerA"], entry["answerB"], entry["answerC"]]
@@ -71,6 +81,7 @@ def _siqa(entry: Entry) -> Entry:
 
 
 def _boolq(entry: Entry) -> Entry:
+    """Convert a line of BoolQ from the Hugging Face or llm-foundry format to query, choices and gold index."""
     if "passage" not in entry:
         return _multiple_choice(entry)
     query = f"{entry['passage']}\nQuestion: {entry['question']}?\nAnswer:"
@@ -79,6 +90,9 @@ def _boolq(entry: Entry) -> Entry:
 
 
 def _hellaswag(entry: Entry) -> Entry:
+    """Convert a line of HellaSwag from the Hugging Face or llm-foundry format to query, choices and gold
+    index.
+    """
     if "endings" not in entry:
         return {"query": entry["query"], "choices": entry["choices"], "gold": entry["gold"]}
 
@@ -94,6 +108,9 @@ def _hellaswag(entry: Entry) -> Entry:
 
 
 def _winogrande(entry: Entry) -> Entry:
+    """Convert a line of WinoGrande to the two contexts, their common ending and the index of the right
+    context.
+    """
     if "context_options" in entry:
         return {
             "contexts": entry["context_options"],
@@ -109,6 +126,7 @@ def _winogrande(entry: Entry) -> Entry:
 
 
 def _lambada(entry: Entry) -> Entry:
+    """Convert a line of LAMBADA to the context and the last word."""
     if "text" in entry:
         before, word = entry["text"].rsplit(" ", 1)
         return {"query": before, "end": f" {word}"}
@@ -116,7 +134,9 @@ def _lambada(entry: Entry) -> Entry:
 
 
 def _check_gold(where: str, entry: Entry) -> None:
-    """Check the index of the correct choice; the harness would read -1 as the last choice."""
+    """Raise an error if the index of the correct choice is out of range. The harness would read -1 as the
+    last choice.
+    """
     gold, choices = entry.get("gold"), entry.get("choices", entry.get("contexts"))
     if choices is not None and (type(gold) is not int or not 0 <= gold < len(choices)):
         raise ValueError(f"{where}: gold: expected one of {len(choices)} choices, from 0 on, got {gold!r}")
@@ -132,11 +152,12 @@ BENCHMARKS = {
     "siqa": Benchmark("social_iqa", ("siqa", "social_iqa"), ("acc",), _siqa),
     "boolq": Benchmark("boolq", ("boolq",), ("acc",), _boolq),
 }
+"""The benchmarks of Table 1 by name."""
 
 
 @contextlib.contextmanager
 def _silence_stderr() -> Iterator[None]:
-    """Redirect standard error to null: the harness prints progress bars, and errors of git outside a repository."""
+    """Discard standard error, because the harness prints progress bars, and git errors outside a repository."""
     saved, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, 2)
     try:
@@ -148,12 +169,14 @@ def _silence_stderr() -> Iterator[None]:
 
 
 ACCURACY_METRICS = [{"metric": "acc", "aggregation": "mean"}, {"metric": "acc_norm", "aggregation": "mean"}]
+"""Accuracy and length-normalised accuracy, as task definitions of the harness list them."""
 MULTIPLE_CHOICE: Entry = {
     "output_type": "multiple_choice",
     "doc_to_choice": "choices",
     "doc_to_target": "gold",
     "metric_list": ACCURACY_METRICS,
 }
+"""Fields of the harness's task definition that all multiple-choice benchmarks share."""
 TASK_TEMPLATES: dict[str, Entry] = {
     "choice": {**MULTIPLE_CHOICE, "doc_to_text": "{{query}}"},
     "winogrande": {
@@ -170,17 +193,20 @@ TASK_TEMPLATES: dict[str, Entry] = {
         "metric_list": [{"metric": "perplexity", "aggregation": "perplexity"}, ACCURACY_METRICS[0]],
     },
 }
-"""Task templates of the harness for lines that were converted to its format."""
+"""Task definitions of the harness for local files whose lines were converted."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class CommonsenseSettings:
-    """
+    """Settings of the commonsense benchmarks.
+
     Attributes:
-        data: a folder of jsonl files, compressed or not, named after the benchmarks, with the fields of the Hugging
-            Face datasets or of llm-foundry. Default: the tasks of the harness, which download their datasets.
-        benchmarks: lambada, piqa, hellaswag, winogrande, arc_easy, arc_challenge, siqa, boolq.
-        samples: number of questions per benchmark, from the start. Default: all.
+        data: a folder of jsonl files, compressed or not, named after the benchmarks, with the fields of the
+            Hugging Face datasets or of llm-foundry. Default: the tasks of the harness, which download their
+            datasets.
+        benchmarks: names of the benchmarks: lambada, piqa, hellaswag, winogrande, arc_easy, arc_challenge,
+            siqa, boolq.
+        samples: number of questions per benchmark, from the start of the file. Default: all.
         batch_size: batch size, in texts.
     """
 
@@ -198,7 +224,9 @@ class CommonsenseSettings:
 
 
 class Commonsense(Task):
-    """LAMBADA perplexity, eight accuracies (length-normalised where Table 1 has them so), and their mean."""
+    """Accuracy on eight benchmarks and its mean, and LAMBADA perplexity. HellaSwag and ARC-challenge use
+    length-normalised accuracy, as Table 1 does.
+    """
 
     name = "commonsense"
     Settings = CommonsenseSettings
@@ -224,6 +252,7 @@ class Commonsense(Task):
             }
 
     def _read_entries(self, folder: Path, name: str) -> list[Entry]:
+        """Read the local file of a benchmark and convert its lines. An error names the file or line."""
         if not folder.is_dir():
             raise ValueError(
                 f"commonsense.data: expected a folder of jsonl files, got {folder}, which is not a folder"
@@ -257,7 +286,10 @@ class Commonsense(Task):
         return [[{"benchmark": name, **self._source_setting([name])}] for name in self.settings.benchmarks]
 
     def _source_setting(self, names: Sequence[str]) -> Setting:
-        """Digest of the benchmarks' lines, and whether SIQA's choices are letters, which differs from the paper."""
+        """Return a digest of the benchmarks' lines ("hub" without local files).
+
+        For SIQA, also return whether the choices are letters or full answers; letters differ from the paper.
+        """
         own = [self.entries[name] for name in names if name in self.entries]
         digest = hashlib.sha256(json.dumps(own, sort_keys=True).encode()).hexdigest()[:16] if own else "hub"
         if "siqa" not in names:
@@ -271,7 +303,7 @@ class Commonsense(Task):
 
     @cached_property
     def harness(self) -> Any:
-        """The model in the harness. Texts are not truncated, because a memory reads any length."""
+        """The model as the harness's `HFLM`. Texts are not truncated, because a memory can read any length."""
         from lm_eval.models.huggingface import HFLM  # type: ignore[import-untyped, unused-ignore]
 
         source, device = str(self.subject.source), str(self.subject.device)
@@ -281,6 +313,7 @@ class Commonsense(Task):
         return [self._measure(unit["benchmark"]) for unit in units]
 
     def _measure(self, name: str) -> Result:
+        """Run one benchmark in the harness. Returns the number of questions and the value of each metric."""
         import datasets  # type: ignore[import-untyped, unused-ignore]
         import lm_eval
         from lm_eval.tasks import TaskManager  # type: ignore[import-untyped, unused-ignore]

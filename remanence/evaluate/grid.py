@@ -1,4 +1,4 @@
-"""Ablations and memory depths: variants of one recipe, each trained and evaluated on the same held-out data."""
+"""Ablations and memory depths: train variants of one recipe and evaluate all on the same held-out data."""
 
 from __future__ import annotations
 
@@ -28,9 +28,11 @@ from remanence.tasks.draw import HELD_OUT
 from remanence.train import SOURCES, CorpusData, PackedData, TrainConfig, fit, run_config
 
 SHARDS = ("packed", "documents")
-"""Kinds of data that are read from shards, so that held-out data is a different folder of shards."""
+"""Kinds of data that are read from shards. Their held-out data is another folder of shards."""
 PAPER_NOTE = "table 5, 400M on text: for the order alone"
-"""Column title of the paper's perplexities, which are from other models and texts."""
+"""Column title of the paper's perplexities. They are from other models and texts, so only their order is
+comparable.
+"""
 
 Changes = dict[str, Any]
 """Fields of a `ModelConfig` and their new values."""
@@ -43,22 +45,24 @@ ABLATIONS: dict[str, Changes] = {
     "no_forget": {"memory": {"rule": "no_forget"}},
     "no_persistent": {"persistent": 0},
 }
-"""The ablations of Table 5, as changes to the model of the recipe."""
+"""The ablations of Table 5 by name, as changes to the recipe's model."""
 DEEP_ABLATIONS: dict[str, Changes] = {"linear": {"depth": 1}, "no_forget": {"rule": "delta"}}
-"""The same for a memory with the net "deep"."""
+"""Changes to the memory that replace those in `ABLATIONS` if the memory has the net "deep"."""
 DEPTHS: dict[str, Changes] = {str(depth): {"memory": {"depth": depth}} for depth in range(1, 5)}
+"""The memory depths of Figure 7 by name, as changes to the recipe's model."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class GridSettings:
-    """
+    """Settings of the ablation and depth evaluations.
+
     Attributes:
-        variants: names of the variants. Default: all that change the model of the recipe.
+        variants: names of the variants. Default: all except ablations of parts that the recipe's model lacks.
         seeds: training seeds; each variant is trained with every seed.
-        lengths: numbers of tokens in the held-out rows. Default: the length of the recipe.
-        batches: number of held-out batches, of the batch size in training.
+        lengths: numbers of tokens in each held-out row. Default: the length of the recipe.
+        batches: number of held-out batches. The batch size is that of training, per accumulation step.
         data: folder of held-out shards, if the recipe reads shards (`remanence data prepare`).
-        steps: number of training steps. Default: that of the recipe.
+        steps: number of training steps. Default: the steps of the recipe.
     """
 
     variants: tuple[str, ...] | None = None
@@ -74,12 +78,17 @@ class GridSettings:
 
 
 class Grid(Task):
-    """Held-out perplexity and accuracy of each variant, mean and deviation over seeds. Interrupted runs are resumed."""
+    """Held-out perplexity and accuracy of each variant: mean and standard deviation over seeds.
+
+    Interrupted training runs are resumed.
+    """
 
     Settings = GridSettings
     needs = "recipe"
     changes: ClassVar[dict[str, Changes]]
+    """The variants by name, as changes to the recipe's model."""
     published: ClassVar[dict[str, float]] = {}
+    """Published perplexity by variant."""
 
     def __init__(self, subject: Subject, settings: GridSettings) -> None:
         super().__init__(subject, settings)
@@ -108,17 +117,19 @@ class Grid(Task):
             check_choice(f"{self.name}.variants", name, self.changes)
         self.variants = settings.variants or tuple(name for name in self.changes if self._differs(name))
         self.lengths = settings.lengths or (self.recipe.data.length,)
-        for length in self.lengths:  # fail now if the task does not support a length
+        for length in self.lengths:  # raises an error now if the data does not support a length
             self._held_out_batch(length, 0)
 
     def _differs(self, name: str) -> bool:
-        """Whether a variant changes the model, which may have no persistent tokens or no momentum."""
+        """Whether a variant differs from the recipe's model, which may already lack persistent tokens or
+        momentum.
+        """
         if name == "no_momentum":
             return RULES[self.recipe.model.memory.rule].momentum
         return name != "no_persistent" or parameters(self._model(name)) != parameters(self.recipe.model)
 
     def _model(self, name: str) -> ModelConfig:
-        """Model config of a variant: the recipe's model with the listed changes only."""
+        """Return the model config of a variant: the recipe's model with only the variant's changes."""
         model, changes = self.recipe.model, self.changes[name]
         own = DEEP_ABLATIONS.get(name) if model.memory.net == "deep" else None
         memory = replace(model.memory, **(own or changes.get("memory", {})))
@@ -144,7 +155,7 @@ class Grid(Task):
         return (self.settings.steps or self.recipe.steps) * self.recipe.batch * self.recipe.data.length
 
     def config(self, name: str, seed: int) -> TrainConfig:
-        """Training config of a variant."""
+        """Return the training config of a variant."""
         config = replace(self.recipe, model=self._model(name), seed=seed, device=self.subject.device.type)
         data = config.data
         if isinstance(data, CorpusData) and data.path is not None:
@@ -155,7 +166,9 @@ class Grid(Task):
         return [self._measure(self._train_or_load(unit["variant"], unit["trained"])) for unit in units]
 
     def _train_or_load(self, name: str, seed: int) -> Model:
-        """The trained model of a variant: loaded if finished, else trained or resumed."""
+        """Return the trained model of a variant. A finished run is loaded; otherwise it is trained or
+        resumed.
+        """
         config, out = self.config(name, seed), self.folder / f"{self.name}-{name}-{seed}"
         resume = (out / "config.json").is_file()
         if resume and run_config(out) != config:
@@ -176,9 +189,10 @@ class Grid(Task):
         return Model.load(out / "model", device=self.subject.device).eval()
 
     def _held_out_batch(self, length: int, number: int) -> Batch:
-        """A held-out batch, generated with another seed or read from the held-out shards; the same for every variant.
+        """Return a held-out batch, generated with another seed or read from the held-out shards.
 
-        Shards are always read packed: each row starts with an empty memory and its context is at most its length.
+        It is the same for every variant. Shards are always read packed: each row starts with an empty memory,
+        so its context is at most its length.
         """
         data = self.recipe.data
         if data.kind in SHARDS:
@@ -192,6 +206,7 @@ class Grid(Task):
 
     @torch.no_grad()
     def _measure(self, model: Model) -> Result:
+        """Return the mean loss in nats, the accuracy and the number of targets, for each length."""
         found = {}
         for length in self.lengths:
             loss, right, count = 0.0, 0, 0
@@ -203,7 +218,9 @@ class Grid(Task):
         return found
 
     def _logits_and_targets(self, model: Model, batch: Batch) -> Iterator[tuple[Tensor, Tensor]]:
-        """Iterate over logits and targets of the positions with a target, a limited number at a time."""
+        """Yield logits ``[n vocabulary]`` and targets ``[n]`` of the positions that have a target, at most
+        `LOGITS` logits at a time.
+        """
         device = self.subject.device
         tokens, wanted = batch.tokens.to(device), batch.targets.to(device)
         mask = None if batch.mask is None else batch.mask.to(device)
@@ -227,7 +244,7 @@ class Grid(Task):
         return rows
 
     def _variant_rows(self, metric: str, length: int, name: str, by_seed: Mapping[int, Result]) -> list[Row]:
-        """Rows of one variant: mean and deviation over seeds, then each seed as a detail row."""
+        """Return the rows of one variant: mean and deviation over seeds, then each seed as a detail row."""
         setting: Setting = {"variant": name, "length": length}
         perplexities = metric == "perplexity"
         values = [perplexity(each["loss"]) if perplexities else each["right"] for each in by_seed.values()]
@@ -274,12 +291,12 @@ class Grid(Task):
         return drawn
 
     def published_lines(self, metric: str) -> Mapping[str, Points]:
-        """Published results by length to plot next to ours; none by default."""
+        """Return published results by length, to plot next to ours. Empty by default."""
         return {}
 
 
 class Ablate(Grid):
-    """Ablations of the memory, as in Table 5."""
+    """Ablations of the memory, as in Table 5 of the Titans paper."""
 
     name = "ablate"
     changes = ABLATIONS
@@ -287,13 +304,16 @@ class Ablate(Grid):
 
 
 class Depth(Grid):
-    """Memories of depth 1 to 4, as in Figure 7."""
+    """Memories of depth 1 to 4, as in Figure 7 of the Titans paper."""
 
     name = "depth"
     changes = DEPTHS
 
     def published_lines(self, metric: str) -> Mapping[str, Points]:
-        """Lines of Figure 7 at the nearest model size, for text data only. Compare the order, not the numbers."""
+        """Return the lines of Figure 7 at the nearest model size, or nothing if the data is not text.
+
+        Compare the order of the lines, not the numbers.
+        """
         if metric != "perplexity" or self.recipe.data.kind not in SHARDS:
             return {}
         size = published.nearest_figure7(parameters(self.recipe.model))

@@ -1,6 +1,6 @@
 """Language modelling: perplexity per window and as one stream with carried memory, and loss by position.
 
-For genomes the metrics are per base, and Markov models are available as a baseline.
+For DNA models the metrics are per base, and Markov models are available as a baseline.
 """
 
 from __future__ import annotations
@@ -25,24 +25,25 @@ from remanence.tasks.markov import MOST, Mixture
 from remanence.tokenizers.tokens import ByteTokenizer, JsonTokenizer, Tokenizer, byte_level_json
 
 BIN_EDGES = np.unique(np.round(2.0 ** np.arange(0, 56, 0.5)).astype(np.int64))
-"""Edges of the position bins for the mean loss: 1, 2, 3, 4, 6, 8, 11, 16, ..."""
+"""Edges of the position bins over which losses are averaged: 1, 2, 3, 4, 6, 8, 11, 16, ..."""
 BYTE_LETTERS = set(byte_level_json()["model"]["vocab"])
-"""The characters that stand for bytes in byte-level tokenizers."""
+"""The characters that represent bytes in the vocabulary of byte-level tokenizers."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class LmSettings:
-    """
+    """Settings of the language modelling evaluation.
+
     Attributes:
-        data: a text file, jsonl, parquet, FASTA, a folder of them, or hf:NAME. Every document starts with an empty
-            memory.
-        views: "stream" (memory carried through each document), "window" (memory reset at every window), and for DNA
-            "markov" (Markov models of the bases, as a baseline).
+        data: a text file, jsonl, parquet, FASTA, a folder of them, or hf:NAME. Every document starts with an
+            empty memory.
+        views: "stream" (memory carried through each document), "window" (memory reset at every window), and
+            for DNA "markov" (Markov models of the bases, as a baseline).
         window: number of tokens in a window.
-        max_tokens: maximum number of tokens per file, from the start. Default: all.
+        max_tokens: maximum number of tokens to read from the start of each file. Default: all.
         rows: batch size, in windows.
         every: also report the mean over each block of this many tokens of a file, as a curve.
-        orders: orders of the Markov models.
+        orders: orders of the Markov models (number of preceding bases that a prediction depends on).
     """
 
     data: str | None = None
@@ -65,7 +66,10 @@ class LmSettings:
 
 
 class Lm(Task):
-    """Perplexity, bits per byte, and loss by position. The first token of a document has no loss in either view."""
+    """Perplexity, bits per byte, and loss by position.
+
+    The first token of a document is not predicted, so it has no loss in any view.
+    """
 
     name = "lm"
     Settings = LmSettings
@@ -111,7 +115,9 @@ class Lm(Task):
         return [self._measure(unit) for unit in units]
 
     def _measure(self, unit: Setting) -> Result:
-        """Sums of losses over the documents of a file, read as a stream in constant memory."""
+        """Return the sums of losses over the documents of a file. Files are read as a stream, in constant
+        memory.
+        """
         if unit["view"] == "markov":
             return self._measure_markov(unit)
         sums = Sums(every=self.settings.every)
@@ -144,7 +150,7 @@ class Lm(Task):
         }
 
     def _measure_markov(self, unit: Setting) -> Result:
-        """Sums of losses of the Markov models of every order and of their mixture."""
+        """Return the sums of losses of the Markov model of every order, and of their mixture, by name."""
         models, left = Mixture(unit["orders"]), self.settings.max_tokens
         sums = [Sums(every=self.settings.every) for _ in range(len(unit["orders"]) + 1)]
         for document in self.texts.of(self.files[unit["file"]]):
@@ -164,14 +170,20 @@ class Lm(Task):
         }
 
     def _measure_stream(self, lists: _CountingStream, sums: Sums, number: int, state: State | None) -> None:
-        """Add the losses of one document, from its current position on, and save checkpoints."""
+        """Add the losses of one document to `sums`, from the current position on, and save the state
+        regularly.
+
+        `state` is the state at that position, or None at the start of the document.
+        """
         sums.document = number
         for losses, now in self.subject.stream_losses(_skip_tokens(lists, sums.position - 1), state):
             sums.add(losses, sums.position)
             self.subject.bookmark.keep(self.subject.model, now, sums.to_dict)
 
     def _window_losses(self, lists: Iterable[Sequence[int]], window: int) -> Iterator[torch.Tensor]:
-        """Losses of windows, each with an empty memory; the last target of a window is the first input of the next."""
+        """Yield the losses of windows, in nats. Each window starts with an empty memory, and its last target
+        is the first input of the next window.
+        """
         held: list[int] = []
         block_size = self.settings.rows * window
         for tokens in lists:
@@ -214,10 +226,10 @@ class Lm(Task):
         return rows
 
     def _rows_by_place(self, setting: Setting, found: Sequence[Result]) -> list[Row]:
-        """Rows of bits per token: over all files, then for each block of `every` tokens."""
+        """Return rows of bits per token: first over all files, then for each block of `every` tokens."""
         nll, count = (sum(each[key] for each in found) for key in ("nll", "tokens"))
         rows = [self.row(f"bits per {self.unit}", nll / log(2) / count, setting, count=count)]
-        places = [each.get("places", []) for each in found]  # results of earlier versions have none
+        places = [each.get("places", []) for each in found]  # results of earlier versions have no places
         for index in range(max(map(len, places))):
             own = [each[index] for each in places if index < len(each)]
             nll, count = sum(each[0] for each in own), sum(each[1] for each in own)
@@ -229,6 +241,7 @@ class Lm(Task):
         return [*self._plot_by_position(rows, stem), *self._plot_by_place(rows, stem)]
 
     def _plot_by_place(self, rows: Mapping[str, Sequence[Row]], stem: Path) -> list[Path]:
+        """Plot the bits per token of each block of `every` tokens. Returns no path if there are no blocks."""
         lines: dict[str, list[tuple[float, float]]] = {}
         for mode, own in rows.items():
             for row in own:
@@ -249,6 +262,7 @@ class Lm(Task):
         return [curves(path, lines, title=title, x="tokens read before", y=y, styles=styles, linear=True)]
 
     def _plot_by_position(self, rows: Mapping[str, Sequence[Row]], stem: Path) -> list[Path]:
+        """Plot the loss by position in the text. Returns no path if the view "stream" was not measured."""
         lines = {
             f"memory {mode}": [
                 (row.setting["from"], row.value) for row in own if row.metric == "loss by position"
@@ -272,22 +286,33 @@ class Lm(Task):
 
 @dataclass
 class Sums:
-    """Sums over a file: losses, losses by position bin, and the tokens and bytes of finished documents.
-
-    `document` and `position` are the current position in the file. `places` are sums over blocks of `every` tokens.
-    """
+    """Sums over a file, which are also saved when an evaluation is interrupted."""
 
     nll: float = 0.0
+    """Sum of all losses, in nats."""
     count: int = 0
+    """Number of losses."""
     tokens: int = 0
+    """Number of tokens of finished documents."""
     bytes: int = 0
+    """Number of bytes of finished documents, without the first token of each."""
     document: int = 0
+    """Index of the current document in the file."""
     position: int = 1
+    """Position of the next loss in the current document, from 1."""
     bins: list[list[float]] = field(default_factory=lambda: [[0.0, 0] for _ in range(len(BIN_EDGES) + 1)])
+    """Sum and number of losses in each position bin (see `BIN_EDGES`)."""
     every: int | None = None
+    """Number of tokens per block of `places`. None: no blocks."""
     places: list[list[float]] = field(default_factory=list)
+    """Sum and number of losses in each block of `every` tokens."""
 
     def add(self, losses: torch.Tensor, position: int | None = None) -> None:
+        """Add the losses of consecutive tokens, in nats.
+
+        `position` is the position of the first of them in its document; if it is None, `bins` and `position`
+        stay unchanged.
+        """
         values = losses.double().cpu().numpy()
         if self.every:
             where = (self.count + np.arange(len(values))) // self.every
@@ -305,12 +330,12 @@ class Sums:
                 self.bins[index] = [self.bins[index][0] + float(own.sum()), self.bins[index][1] + len(own)]
 
     def to_dict(self) -> Result:
-        """The sums as JSON data, for a checkpoint."""
+        """Return the sums as JSON data, to be saved in the bookmark."""
         return asdict(self)
 
 
 def _skip_tokens(lists: Iterable[list[int]], count: int) -> Iterator[list[int]]:
-    """Skip the first `count` tokens of a stream of lists."""
+    """Yield the lists of tokens without the first `count` tokens."""
     for tokens in lists:
         passed = min(count, len(tokens))
         count -= passed
@@ -318,7 +343,7 @@ def _skip_tokens(lists: Iterable[list[int]], count: int) -> Iterator[list[int]]:
 
 
 class _CountingStream:
-    """Iterator over lists of tokens that counts tokens and bytes, and the bytes of the first token."""
+    """An iterable over lists of tokens that counts all tokens and bytes, and the bytes of the first token."""
 
     def __init__(self, tokenizer: Tokenizer, lists: Iterable[list[int]]) -> None:
         self.tokenizer, self.lists, self.tokens, self.bytes, self.first = tokenizer, lists, 0, 0, 0
@@ -333,7 +358,9 @@ class _CountingStream:
 
 
 def num_bytes(tokenizer: Tokenizer, tokens: Sequence[int]) -> int:
-    """Number of bytes of text that tokens encode. The last tokens may be an incomplete character."""
+    """Return the number of bytes of text that the tokens encode. The last tokens may be an incomplete
+    character.
+    """
     if isinstance(tokenizer, ByteTokenizer):
         return len(tokens)
     end = len(tokens)
@@ -348,13 +375,14 @@ def num_bytes(tokenizer: Tokenizer, tokens: Sequence[int]) -> int:
 
 
 def _token_bytes(token: str) -> int:
-    """Number of bytes of a token string: "<0xE2>", byte-level characters, or plain text."""
+    """Return the number of bytes of a token string: "<0xE2>", byte-level characters, or plain text."""
     if re.fullmatch(r"<0x[0-9A-F]{2}>", token):
         return 1
     return len(token) if set(token) <= BYTE_LETTERS else len(token.encode())
 
 
 def _truncate(lists: Iterable[list[int]], most: int | None) -> Iterator[list[int]]:
+    """Yield lists of tokens until `most` tokens were yielded. None: no limit."""
     for tokens in lists:
         if most is None:
             yield tokens

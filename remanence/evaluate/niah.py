@@ -17,20 +17,22 @@ from remanence.tasks.haystack import Haystack
 from remanence.tasks.needle import KINDS, NOISE, Sample, draw_sample, options, score
 
 MAX_ANSWER_TOKENS = 128
-"""Maximum number of generated tokens, as in RULER."""
+"""Maximum number of generated tokens, as in RULER. Longer right answers raise this limit."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class NiahSettings:
-    """
+    """Settings of the needle-in-a-haystack evaluation.
+
     Attributes:
-        data: the background text: a file, a folder or hf:NAME. The kind pk generates its own.
-        kinds: pk, n, w (single needles), multikey, multiquery, multivalue.
-        lengths: numbers of tokens before the answer, exact.
-        depths: relative position of the needle, from 0 (start of the text) to 1 (end); with several needles, of the
-            first queried one.
+        data: the background text: a file, a folder or hf:NAME. Not needed for the kind pk, which repeats a
+            fixed text.
+        kinds: kinds of needles: pk, n, w (one needle), multikey, multiquery, multivalue (several needles).
+        lengths: exact numbers of tokens before the answer.
+        depths: relative positions of the needle, from 0 (start of the text) to 1 (end). If there are several
+            needles, this is the position of the first one that is queried.
         samples: number of texts per kind, length and depth.
-        choices: number of values that are ranked by likelihood.
+        choices: number of values, right and wrong, that are ranked by likelihood.
         batch: batch size, in texts.
     """
 
@@ -55,7 +57,10 @@ class NiahSettings:
 
 
 class Niah(Task):
-    """Retrieval of needles: by generation, as the likeliest text token by token, and by ranking among other values."""
+    """Retrieval of needles, measured in three ways: "said" (the generated text contains the value),
+    "likeliest" (every token of the value is the most likely one) and "chosen" (the value ranks above wrong
+    values).
+    """
 
     name = "niah"
     Settings = NiahSettings
@@ -72,7 +77,7 @@ class Niah(Task):
             self.hays[True] = Haystack.of("niah.data", self.texts.sentences(), tokenizer, longest)
         if not all(KINDS[kind].essay for kind in settings.kinds):
             self.hays[False] = Haystack.of("niah.data", repeat(NOISE), tokenizer, longest)
-        for kind in settings.kinds:  # fail now if a length is too short
+        for kind in settings.kinds:  # raises an error now if a length is too short
             self.sample(self._unit(kind, min(settings.lengths), settings.depths[0], 0))
 
     @property
@@ -86,6 +91,7 @@ class Niah(Task):
 
     @staticmethod
     def _unit(kind: str, length: int, depth: float, number: int) -> Setting:
+        """Return the setting of one text."""
         return {"kind": kind, "length": length, "depth": depth, "sample": number}
 
     def units(self) -> list[list[Setting]]:
@@ -100,7 +106,7 @@ class Niah(Task):
         return int(unit["length"])
 
     def sample(self, unit: Setting) -> Sample:
-        """The text of a unit, a function of its setting and the seed."""
+        """Generate the text of a unit. It depends only on the unit's setting and the seed."""
         hay = self.hays[KINDS[unit["kind"]].essay].part(unit["length"])
         rng = unit_rng(self.subject.seed, unit)
         where = unit["kind"], unit["length"], unit["depth"]

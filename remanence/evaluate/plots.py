@@ -14,12 +14,15 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 COLOURS = ("#1b6ca8", "#e07a1f", "#3a8f5c", "#8a4f9e", "#8a8a8a", "#b3322e", "#6b675c", "#c9a227", "#4fb0ae")
+"""Line colours, in order of use."""
 PATTERNS = ("-", ":", "--", "-.")
+"""Dash patterns of lines, as matplotlib line styles."""
 Points = Sequence[tuple[float, float]]
+"""Points (x, y) of a line."""
 
 
 def pyplot() -> ModuleType:
-    """matplotlib.pyplot with the backend that needs no display, imported on first use."""
+    """Import and return matplotlib.pyplot, with the backend that needs no display."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -41,9 +44,11 @@ def curves(
     styles: Mapping[str, tuple[int, int]] | None = None,
     linear: bool = False,
 ) -> Path:
-    """Plot lines over a logarithmic axis, or over a linear one; published results are grey and dashed.
+    """Plot lines as a PNG file and return its path. The x axis is logarithmic unless `linear` is set.
 
-    `styles` are the indices of each line's colour and dash pattern; by default every line has its own colour. Earlier
+    `lines` and `published` map names to points; published results are grey and dashed. `x` and `y` are axis
+    labels, `ticks` are the labels of x positions, and `percent` sets the y axis to 0 to 100. `styles` gives
+    the indices of each line's colour and dash pattern; by default every line has its own colour. Earlier
     lines are thicker, so that overlapping lines stay visible.
     """
     plt = pyplot()
@@ -98,7 +103,11 @@ def heatmap(
     y: str,
     columns_per_row: int = 3,
 ) -> Path:
-    """Plot heat maps of values from 0 to 1, one map per name, `columns_per_row` maps next to each other."""
+    """Plot heat maps as a PNG file and return its path.
+
+    `maps` holds one map per name, from (x, y) to a value from 0 to 1. `columns_per_row` maps are drawn side
+    by side.
+    """
     plt = pyplot()
     columns = sorted({cell[0] for cells in maps.values() for cell in cells})
     lines = sorted({cell[1] for cells in maps.values() for cell in cells})
@@ -128,12 +137,14 @@ def heatmap(
 
 
 def line_width(index: int, lines: Mapping[str, object]) -> float:
-    """Width of a line; earlier lines are thicker, so that overlapping lines stay visible."""
+    """Return the width of the line with this index. Earlier lines are thicker, so that overlapping lines stay
+    visible.
+    """
     return 1.2 + 2.4 * (len(lines) - 1 - index) / len(lines)
 
 
 def save_figure(figure: Figure, path: Path, plt: ModuleType) -> Path:
-    """Write a figure as PNG, atomically, and close it; returns the path."""
+    """Write a figure as PNG, atomically, and close it. Returns the path."""
     with replacing(path) as temporary:
         figure.savefig(temporary, dpi=130, format="png")
     plt.close(figure)

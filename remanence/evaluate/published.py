@@ -1,13 +1,15 @@
-"""Published results of the Titans paper, for plots and tables.
+"""Results published in the Titans paper, for plots and tables.
 
-From arXiv 2501.00663v1, which reports no seeds or error bars. Figures 6 and 7 were read off the plots.
-Accuracies are in percent, lengths in tokens.
+The source is arXiv 2501.00663v1, which reports no seeds or error bars. The values of Figures 6 and 7 were
+read off the plots. Accuracies are in percent, lengths in tokens.
 """
 
 from __future__ import annotations
 
 Numbers = tuple[float | None, ...]
+"""Values of a line, one per length. None: not published."""
 Points = list[tuple[int, float]]
+"""Points of a line: (length in tokens, value)."""
 
 TABLE5 = {
     "base": 27.01,
@@ -17,11 +19,14 @@ TABLE5 = {
     "no_forget": 29.04,
     "no_persistent": 27.63,
 }
-"""Perplexity of an LMM with 400M parameters and of its ablations (Table 5), by the variants of the task ``ablate``."""
+"""Perplexity of an LMM with 400M parameters and of its ablations (Table 5). The keys are the variants of the
+task ``ablate``.
+"""
 
-# Figure 6: BABILong. The paper does not give the number of few-shot examples or the tasks of the mean.
+# Figure 6: BABILong. The paper states neither the number of few-shot examples nor which tasks are averaged.
 # In the second panel Titans, Mamba and RMT are fine-tuned; the large models are not.
 FIGURE6_LENGTHS = (1024, 2048, 4096, 8192, 16_384, 32_768, 65_536, 131_072, 524_288, 1_048_576, 10_485_760)
+"""Lengths in Figure 6, in tokens."""
 FIGURE6: dict[str, dict[str, Numbers]] = {
     "few-shot": {
         "Titans (MAC)": (76, 76, 74, 73, 71, 70, 66, 64, 61, 53, None),
@@ -44,16 +49,21 @@ FIGURE6: dict[str, dict[str, Numbers]] = {
         "Llama3.1-8B + RAG": (48, 47, 46, 45, 45, 44, 42, 45, 42, 39, 37),
     },
 }
+"""Accuracy in percent by panel and model, one value for each of `FIGURE6_LENGTHS`."""
 
 
 def figure6(panel: str) -> dict[str, Points]:
-    """Lines of a panel of Figure 6, "few-shot" or "fine-tuned": lists of (tokens, accuracy in percent)."""
+    """Return the lines of a panel of Figure 6, "few-shot" or "fine-tuned", by model name. Each line is a list
+    of (tokens, accuracy in percent).
+    """
     return _points(FIGURE6_LENGTHS, FIGURE6[panel])
 
 
 # Figure 7: perplexity on a part of the Pile by length, for memories of one to four layers.
 FIGURE7_PARAMETERS = {"170M": 170e6, "360M": 360e6, "760M": 760e6}
+"""Number of parameters of each model size in Figure 7."""
 FIGURE7_LENGTHS = (2048, 4096, 8192, 16_384, 32_768)
+"""Lengths in Figure 7, in tokens."""
 FIGURE7: dict[str, dict[str, Numbers]] = {
     "170M": {
         "Mamba": (16.26, 16.2, 16.35, 16.6, 17.8),
@@ -77,19 +87,23 @@ FIGURE7: dict[str, dict[str, Numbers]] = {
         "depth 4": (10.5, 10.02, 9.7, 9.63, 9.59),
     },
 }
+"""Perplexity by model size and line, one value for each of `FIGURE7_LENGTHS`."""
 
 
 def figure7(size: str) -> dict[str, Points]:
-    """Lines of a panel of Figure 7, "170M", "360M" or "760M": lists of (tokens, perplexity)."""
+    """Return the lines of a panel of Figure 7, "170M", "360M" or "760M", by name. Each line is a list of
+    (tokens, perplexity).
+    """
     return _points(FIGURE7_LENGTHS, FIGURE7[size])
 
 
 def nearest_figure7(parameters: float) -> str:
-    """The model size of Figure 7 nearest to this number of parameters."""
+    """Return the model size in Figure 7 that is nearest to this number of parameters."""
     return min(FIGURE7_PARAMETERS, key=lambda size: abs(FIGURE7_PARAMETERS[size] - parameters))
 
 
 def _points(lengths: tuple[int, ...], lines: dict[str, Numbers]) -> dict[str, Points]:
+    """Pair each value with its length, by line name. Lengths without a published value (None) are left out."""
     return {
         name: [(length, cell) for length, cell in zip(lengths, cells, strict=True) if cell is not None]
         for name, cells in lines.items()

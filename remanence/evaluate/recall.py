@@ -20,12 +20,13 @@ class RecallSettings:
     """Settings of associative recall, for models trained with recipes/recall.py or a similar recipe.
 
     Attributes:
-        keys, noise: numbers of different keys (and values) and of noise tokens. Use those of the training.
+        keys, noise: numbers of different keys (and values) and of noise tokens. Use the same as in training.
         distances: numbers of tokens between a pair and its query, for the curve over distances.
-        pairs: number of pairs in the curve over distances.
-        capacities: numbers of pairs, for the curve over capacities.
-        distance: number of tokens between a pair and its query in the curve over capacities (at least 2 per pair).
-        texts: number of texts per point, in one batch.
+        pairs: number of key-value pairs in the curve over distances.
+        capacities: numbers of key-value pairs, for the curve over capacities.
+        distance: number of tokens between a pair and its query in the curve over capacities (at least 2 per
+            pair).
+        texts: number of texts per point of a curve, read as one batch.
     """
 
     keys: int = 32
@@ -46,8 +47,10 @@ class RecallSettings:
 
 
 class Recall(Task):
-    """Associative recall in two forms. "mqar" (multi-query associative recall): all keys are queried one after another,
-    each followed by its value. "lookup": each key is queried alone. Both query the same memory. Chance is 1 / `keys`.
+    """Associative recall, measured in two forms that query the same memory.
+
+    "mqar" (multi-query associative recall): all keys are queried one after another, each followed by its
+    value. "lookup": each key is queried alone. The accuracy of guessing is 1 / `keys`.
     """
 
     name = "recall"
@@ -72,6 +75,7 @@ class Recall(Task):
         }
 
     def _points(self) -> dict[str, list[Setting]]:
+        """Return the settings of all points of each curve, "distance" and "capacity"."""
         s = self.settings
         return {
             "distance": [
@@ -91,6 +95,7 @@ class Recall(Task):
         return [self._measure(**unit) for unit in units]
 
     def _measure(self, pairs: int, distance: int) -> Result:
+        """Count the right answers in texts with this number of pairs and this distance."""
         s = self.settings
         made = held_out(pairs, distance, s.texts, self.subject.seed, keys=s.keys, noise=s.noise)
         state = self.subject.read(list(made.texts.numpy().astype(np.int32)))

@@ -1,4 +1,4 @@
-"""Runs evaluation tasks. Each result is written at once, so that an interrupted evaluation can resume."""
+"""Run evaluation tasks. Each result is saved immediately, so that an interrupted evaluation can resume."""
 
 from __future__ import annotations
 
@@ -40,20 +40,26 @@ from remanence.runtime.choices import check_choice
 from remanence.tokenizers.tokens import ByteTokenizer, JsonTokenizer, Tokenizer
 
 MADE_BY = "remanence eval"
+"""Value of "made_by" in output files, by which an earlier evaluation is recognised."""
 ORIGIN = ("date", "commit", "hardware", "torch", "remanence")
 """The fields of a row's origin. They may differ between units if an evaluation was interrupted and resumed."""
 
 
 class Journal:
-    """Results of finished units by their settings, one line of JSON each. Without a path, only in memory."""
+    """Results of finished units by their settings, saved as one JSON line each.
+
+    If `path` is None, results are only kept in memory.
+    """
 
     def __init__(self, path: Path | None, owner: Setting) -> None:
-        """`owner` identifies the subject. The journal of another subject is an error."""
+        """Open or create a journal. `owner` identifies the subject; the journal of another subject raises an
+        error.
+        """
         self.path, self.known, self.origins = path, dict[str, Result](), dict[str, Setting]()
         if path is None:
             return
         lines = path.read_bytes().split(b"\n") if path.exists() else [b""]
-        if len(lines) == 1:  # empty, or an incomplete first line after a kill
+        if len(lines) == 1:  # empty file, or incomplete first line because the process was killed
             path.write_bytes(b"")
             append_line(path, json.dumps({"owner": owner}))
             return
@@ -69,24 +75,25 @@ class Journal:
                 self.origins[_key(entry["unit"])] = entry.get("origin") or {}
 
     def find(self, unit: Setting) -> Result | None:
+        """Return the result of a unit, or None if it was not measured yet."""
         return self.known.get(_key(unit))
 
     def keep(self, unit: Setting, result: Result, origin: Setting | None = None) -> None:
-        """`origin` is the date, commit, hardware and versions of the measurement."""
+        """Store the result of a unit. `origin` is the date, commit, hardware and versions of the measurement."""
         self.known[_key(unit)], self.origins[_key(unit)] = result, origin or {}
         if self.path is not None:
             entry = {"unit": unit, "result": result, "origin": origin or {}}
             append_line(self.path, json.dumps(sealed(json.loads(json.dumps(entry)))))
 
     def origin(self, units: Sequence[Setting]) -> Setting:
-        """The origin of several units: fields that differ between them become lists; None means unknown."""
+        """Return the common origin of several units. Fields that differ become lists; None means unknown."""
         found = [self.origins[_key(unit)] for unit in units]
         values = {name: list(dict.fromkeys(each.get(name) for each in found)) for name in ORIGIN}
         return {name: own[0] if len(own) == 1 else own for name, own in values.items()}
 
 
 def _line(line: bytes) -> Setting | None:
-    """The content of a line; None if it is incomplete or damaged: its unit is then measured again."""
+    """Parse a line of the journal. None if it is incomplete or damaged; its unit is then measured again."""
     try:
         found = json.loads(line)
         return unsealed("a line", found) if isinstance(found, dict) else None
@@ -95,12 +102,13 @@ def _line(line: bytes) -> Setting | None:
 
 
 def _key(unit: Setting) -> str:
+    """Return the settings of a unit as a string, to use as a dictionary key."""
     return json.dumps(unit, sort_keys=True)
 
 
 Show = Callable[[str, int, int], None]
-"""Called with the current task and mode, the number of tokens read so far, and the approximate total of all tasks and
-modes. Results in the journal count as read.
+"""Progress callback. It is called with the current task and mode, the number of tokens read so far, and the
+approximate total of all tasks and modes. Results in the journal count as read.
 """
 
 
@@ -112,7 +120,11 @@ def evaluate(
     journal: Path | None = None,
     show: Show = lambda *_: None,
 ) -> list[Row]:
-    """Measure every task in every memory mode. Results in the journal are not measured again."""
+    """Measure every task in every memory mode and return the rows.
+
+    Results in the file `journal` are not measured again. If it is None, results are not saved. `show` is
+    called to report progress.
+    """
     for mode in modes:
         check_choice("memory_mode", mode, MODES)
         if subject.network is not None:
@@ -128,6 +140,7 @@ def evaluate(
 def _evaluate(
     subject: Subject, tasks: Sequence[Task], modes: Sequence[Mode], journal: Path | None, show: Show
 ) -> list[Row]:
+    """Implement `evaluate` while the journal file is locked."""
     kept = Journal(journal, describe(subject))
     subject.bookmark = Bookmark(
         journal and journal.with_name(f"{journal.name.removesuffix('.units.jsonl')}.bookmark.mem")
@@ -151,7 +164,7 @@ def _evaluate(
 
 
 def _unit_identity(task: Task, mode: Mode, unit: Setting) -> Setting:
-    """All that a unit's result depends on."""
+    """Return everything that a unit's result depends on, apart from the subject."""
     return {"task": task.name, "memory": mode, **task.identity, **unit}
 
 
@@ -163,7 +176,7 @@ class _Progress:
 
     @classmethod
     def of(cls, tasks: Sequence[Task], modes: Sequence[Mode], kept: Journal, show: Show) -> _Progress:
-        """Results in the journal count as done."""
+        """Compute the total cost of all tasks and modes. Results in the journal count as done."""
         done = total = 0
         for task in tasks:
             for unit in (unit for group in task.units() for unit in group):
@@ -175,14 +188,17 @@ class _Progress:
         return progress
 
     def update(self, name: str, tokens: int, limit: int) -> None:
-        """Show the tokens of finished units, plus those of the current units, up to their estimated cost."""
+        """Show the tokens of finished units plus `tokens` of the current units, the latter at most `limit`."""
         self.show(name, self.done + min(tokens, limit), self.total)
 
 
 def _measured(
     subject: Subject, task: Task, mode: Mode, kept: Journal, progress: _Progress, here: Setting
 ) -> tuple[list[tuple[Setting, Result]], Setting]:
-    """The results of all units, and their common origin."""
+    """Measure the missing units of a task in one mode.
+
+    Returns all units with their results, and the common origin of the results.
+    """
 
     def depends(unit: Setting) -> Setting:
         return _unit_identity(task, mode, unit)
@@ -212,7 +228,7 @@ def _measured(
 
 
 def describe(subject: Subject) -> Setting:
-    """The identity of the subject: its recipe, or the fingerprints of its model and tokenizer."""
+    """Return the identity of the subject: its recipe, or the fingerprints of its model and tokenizer."""
     if subject.recipe is not None:
         return {"recipe": first_fields("train", subject.recipe.to_dict())}
     return {
@@ -222,14 +238,14 @@ def describe(subject: Subject) -> Setting:
 
 
 def _tokenizer_digest(tokenizer: Tokenizer | None) -> str:
-    """A digest of the tokenizer, as results depend on it; "bytes" for a model without one."""
+    """Return a digest of the tokenizer, because results depend on it, or "bytes" for a model without one."""
     if (identity := getattr(tokenizer, "identity", None)) is not None:
         return _digest(identity)
     return _digest([tokenizer.text, tokenizer.end_text]) if isinstance(tokenizer, JsonTokenizer) else "bytes"
 
 
 def provenance(subject: Subject) -> Setting:
-    """The model, code, machine and date of a result. Rows measured earlier have their own origin."""
+    """Return the model, code, machine and date of a result. Rows measured earlier have their own origin."""
     return {
         **({"recipe": _digest(describe(subject))} if subject.recipe is not None else describe(subject)),
         "from": display_name(subject.source),
@@ -240,7 +256,7 @@ def provenance(subject: Subject) -> Setting:
 
 
 def origin(subject: Subject) -> Setting:
-    """The origin of a measurement made now."""
+    """Return the origin (date, commit, hardware, versions) of a measurement made now."""
     return {
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "commit": commit(Path(remanence.__file__).parent.parent),
@@ -251,7 +267,7 @@ def origin(subject: Subject) -> Setting:
 
 
 def _training_facts(subject: Subject) -> Setting:
-    """The model's size, number of training tokens and tokenizer."""
+    """Return the model's number of parameters, number of training tokens (None if unknown) and tokenizer."""
     if subject.network is None:
         return {}
     tokens = subject.trained.get("tokens")
@@ -266,11 +282,12 @@ def _training_facts(subject: Subject) -> Setting:
 
 
 def _digest(data: object) -> str:
+    """Return a digest of JSON data, as 32 hexadecimal digits."""
     return hashlib.sha256(json.dumps(data, sort_keys=True).encode()).hexdigest()[:32]
 
 
 def commit(root: Path) -> str | None:
-    """The git commit of the package, with a + if files were changed; None outside of a checkout."""
+    """Return the git commit of the package, followed by + if files were changed. None outside a git checkout."""
     if not (root / ".git").exists():
         return None
     try:
@@ -286,6 +303,7 @@ def commit(root: Path) -> str | None:
 
 
 def hardware(device: torch.device) -> str:
+    """Return a description of the device: the name of the GPU, or the processor with its cores and threads."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     threads = torch.get_num_threads()
@@ -295,7 +313,7 @@ def hardware(device: torch.device) -> str:
 
 
 def _processor() -> str:
-    """The processor's name if the system gives it, else its architecture."""
+    """Return the processor's name if the system provides it, else its architecture."""
     try:
         told = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace")
         return next(
@@ -306,7 +324,9 @@ def _processor() -> str:
 
 
 def write_rows(path: Path, rows: Sequence[Row], origin: Setting) -> None:
-    """Write all rows with their provenance to one JSON file, atomically. Values that are not finite become null."""
+    """Write all rows with their provenance to one JSON file, atomically. Values that are not finite become
+    null.
+    """
     plain = []
     for row in rows:
         told = asdict(row)
@@ -316,6 +336,7 @@ def write_rows(path: Path, rows: Sequence[Row], origin: Setting) -> None:
 
 
 def _finite(data: object) -> object:
+    """Replace all floats that are not finite by None, in nested JSON data."""
     if isinstance(data, dict):
         return {name: _finite(value) for name, value in data.items()}
     if isinstance(data, list | tuple):
@@ -324,9 +345,10 @@ def _finite(data: object) -> object:
 
 
 def check_target(path: Path) -> None:
-    """Before any work: that nothing but an earlier evaluation's is overwritten, and that rows can be written there.
+    """Create the folder of the output file, and check that rows can be written to it.
 
-    Their folder is made.
+    Raise an error if the file exists and was not written by an earlier evaluation. Called before any work is
+    done.
     """
     if path.exists() and not _earlier(path):
         raise ValueError(
@@ -344,7 +366,7 @@ def check_target(path: Path) -> None:
 
 
 def _earlier(path: Path) -> bool:
-    """Whether a file is an evaluation's rows."""
+    """Whether a file was written by an earlier evaluation."""
     if not path.is_file():
         return False
     try:
@@ -354,4 +376,5 @@ def _earlier(path: Path) -> bool:
 
 
 def journal_path(path: Path) -> Path:
+    """Return the path of the journal that belongs to an output file."""
     return path.with_name(f"{path.stem}.units.jsonl")

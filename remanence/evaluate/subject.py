@@ -1,4 +1,4 @@
-"""The subject of an evaluation: a model that reads texts, answers questions and scores options, or a recipe."""
+"""The subject of an evaluation: a recipe, or a model that reads texts, answers questions and scores options."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ from remanence.train import TRAINED, TrainConfig
 from remanence.verticals import model_loader
 
 LOGITS = 1 << 23
-"""The most logits that are computed at a time for losses."""
+"""Maximum number of logits that are computed at a time for losses."""
 
 
 class Evaluated(HasWeights, Protocol):
-    """What every evaluated model has: a `remanence.model.CausalModel` or the model of a vertical."""
+    """Interface of every evaluated model: a `remanence.model.CausalModel` or the model of a vertical."""
 
     def check_mode(self, mode: Mode) -> Mode: ...
 
@@ -44,25 +44,36 @@ class Evaluated(HasWeights, Protocol):
 @accepts_old_names("subject")
 @dataclass
 class Subject:
-    """A model with its tokenizer, or a recipe; the device, the seed of all random numbers, and a folder for files."""
+    """The model or recipe to evaluate, with the device, the random seed and the folder for files."""
 
     device: torch.device
     seed: int = 0
+    """Seed of all random numbers."""
     folder: Path | None = None
+    """Folder for trained models of tasks that train. None: no folder."""
     network: Evaluated | None = None
+    """The model. None if the subject is a recipe."""
     tokens: Tokenizer | None = None
+    """The tokenizer in the model's folder. None: the folder has none, or it is not loaded yet."""
     recipe: TrainConfig | None = None
+    """The recipe. None if the subject is a model."""
     source: Path = field(default_factory=Path)
+    """Path of the model's folder or of the recipe."""
     on_tokens: Callable[[int], None] = lambda _: None
-    """Called with the number of tokens after each forward pass."""
+    """Called after each forward pass with the number of tokens that it read."""
     mode: Mode = "on"
     """The memory mode of all forward passes."""
     bookmark: Bookmark = field(default_factory=Bookmark)
+    """Saved state of the unit being measured."""
 
     @classmethod
     def load(cls, source: Path, device: torch.device, **fields: object) -> Subject:
+        """Load a model from its folder, from a run's folder, or by the name of an included model.
+
+        `fields` sets other fields of the subject.
+        """
         source = resolve_model_path(source)
-        source = source / "model" if (source / "model" / "config.json").is_file() else source  # a run's
+        source = source / "model" if (source / "model" / "config.json").is_file() else source  # training run
         if (loader := model_loader(source)) is not None:
             return cls(device, network=loader(source, device=device).eval(), source=source, **fields)  # type: ignore[arg-type]
         model = load_model(source, device=device).eval()
@@ -72,12 +83,14 @@ class Subject:
 
     @property
     def evaluated(self) -> Evaluated:
+        """The loaded model of any kind. Raises an error if the subject is a recipe."""
         if self.network is None:
             raise ValueError(f"model: expected the folder of a model, got the recipe {self.source}")
         return self.network
 
     @property
     def model(self) -> CausalModel:
+        """The loaded language model. Raises an error if the model is of another kind."""
         if not isinstance(self.evaluated, CausalModel):
             title = getattr(self.network, "title", type(self.network).__name__)
             raise ValueError(f"model: expected a language model, got the {title} {self.source}")
@@ -85,19 +98,24 @@ class Subject:
 
     @property
     def tokenizer(self) -> Tokenizer:
-        """The model's tokenizer, or bytes if its folder has none and its vocabulary is large enough."""
+        """The model's tokenizer, or the byte tokenizer if the model's folder has none. Raises an error if it
+        does not fit the model's vocabulary.
+        """
         if self.tokens is None:
             self.tokens = check_tokenizer(self.model, None)
         return self.tokens
 
     @property
     def trained(self) -> dict[str, Any]:
-        """The facts that training wrote to the model's folder; empty if there are none."""
+        """Facts about the training that were written to the model's folder. Empty if there are none."""
         path = self.source / TRAINED if self.source is not None else None
         return read_json(path) if path is not None and path.is_file() else {}
 
     def read(self, texts: Sequence[np.ndarray]) -> State:
-        """Read several texts as one batch, in pieces; return the state of all rows. Resumes an interrupted reading."""
+        """Read several texts (token arrays) as one batch, in pieces, and return the state of all rows.
+
+        An interrupted reading is resumed from the bookmark.
+        """
         digests = [hashlib.sha256(text.astype(np.int64).tobytes()).digest() for text in texts]
         digest = hashlib.sha256(b"".join(digests)).hexdigest()
         found = self.bookmark.find(self.model, digest)
@@ -125,7 +143,7 @@ class Subject:
         options: Sequence[Sequence[str]],
         max_tokens: int,
     ) -> list[Answer]:
-        """Read each text and its prompt; return the generated answer and the likelihood of each option.
+        """Read each text and its prompt. Returns the generated answer and the likelihood of each option.
 
         If the memory diverges, the answer is empty and every option has probability 0.
         """
@@ -142,7 +160,7 @@ class Subject:
             for option in options[row]
         ]
         likely: dict[int, list[Likelihood]] = {}
-        size = max(len(texts), *map(len, options))  # each option has its own state
+        size = max(len(texts), *map(len, options))  # each option needs a copy of the state
         for start in range(0, len(pairs), size):
             rows, befores, ends = zip(*pairs[start : start + size], strict=True)
             for row, each in zip(rows, self.likelihoods(befores, ends, state.rows(list(rows))), strict=True):
@@ -157,7 +175,10 @@ class Subject:
     def generate(
         self, prompts: Sequence[str], state: State | None, max_tokens: int, stop: tuple[str, ...] = ()
     ) -> list[str]:
-        """The greedy answer to each prompt, given its row of the state; "" if the memory diverges."""
+        """Generate the greedy answer to each prompt, starting from its row of the state.
+
+        The answer is "" if the memory diverges. None as `state`: an empty memory.
+        """
         sampling = Sampling(max_tokens=max_tokens, temperature=0.0, stop=stop)
         try:
             generation = Generation(
@@ -180,7 +201,7 @@ class Subject:
 
     @torch.no_grad()
     def likeliest(self, tokens: Tensor, state: State | None = None) -> Tensor:
-        """The likeliest token after each of tokens ``[b t]``, on the CPU."""
+        """Return the most likely next token ``[b t]`` after each token of ``[b t]``, on the CPU."""
         logits, _ = self.model(tokens.to(self.device), state, memory_mode=self.mode)
         self.on_tokens(tokens.numel())
         return logits.argmax(-1).cpu()
@@ -189,7 +210,9 @@ class Subject:
     def likelihoods(
         self, contexts: Sequence[Sequence[int]], ends: Sequence[Sequence[int]], state: State | None = None
     ) -> list[Likelihood]:
-        """The log-likelihood of each ending after its context, which continues its row of the state."""
+        """Return the log-likelihood of each ending after its context, which is read from its row of the
+        state.
+        """
         rows = [[*context, *end] for context, end in zip(contexts, ends, strict=True)]
         longest = max(len(row) for row in rows)
         tokens = torch.tensor([row + [0] * (longest - len(row)) for row in rows], device=self.device)
@@ -213,7 +236,11 @@ class Subject:
 
     @torch.no_grad()
     def losses(self, rows: Tensor, state: State | None = None) -> tuple[Tensor, State]:
-        """The negative log-likelihood ``[b t]`` of all tokens ``[b t+1]`` but the first, computed in pieces."""
+        """Return the negative log-likelihood ``[b t]`` of all tokens ``[b t+1]`` except the first, and the
+        new state.
+
+        The losses are in nats and are computed in pieces. A diverged memory raises an error.
+        """
         rows = rows.to(self.device)
         state = self.model.start(len(rows)) if state is None else state
         found = []
@@ -235,7 +262,10 @@ class Subject:
     def stream_losses(
         self, lists: Iterable[Sequence[int]], state: State | None = None
     ) -> Iterator[tuple[Tensor, State]]:
-        """`losses` of one text given as lists of tokens, piece by piece with carried state, in constant memory."""
+        """Yield `losses` of one text, given as lists of tokens, and the state after each piece.
+
+        The state is carried from piece to piece, so memory use is constant.
+        """
         for tokens in token_pieces(lists, PIECE, overlap=1):
             losses, state = self.losses(torch.tensor([tokens]), state)
             yield losses[0], state

@@ -19,38 +19,45 @@ if TYPE_CHECKING:
 Setting = dict[str, Any]
 """The settings of a unit or a row, as JSON data."""
 Result = dict[str, Any]
-"""A unit's result, as JSON data: it is written to a file, from which an interrupted evaluation resumes."""
+"""The result of a unit, as JSON data. It is written to a file, from which an interrupted evaluation resumes."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """One measured value with its setting, count and confidence interval."""
+    """One measured value with its setting, the number of samples and a confidence interval."""
 
     task: str
+    """Name of the evaluation task."""
     metric: str
     value: float
     setting: Setting
+    """Settings under which the value was measured."""
     count: int | None = None
+    """Number of samples, such as questions or tokens. None: does not apply."""
     interval: tuple[float, float] | None = None
+    """95 % confidence interval. None: not computed."""
     deviation: float | None = None
-    """Standard deviation over training seeds."""
+    """Standard deviation over training seeds. None: fewer than two seeds."""
     detail: bool = False
-    """Only for plots and the JSON file; tables omit it."""
+    """Whether the row is only for plots and the JSON file. Tables omit it."""
     origin: Setting | None = field(default=None, compare=False)
     """Date, commit, hardware and versions of the measurement."""
 
 
 class Task(ABC):
-    """One evaluation of one subject.
+    """One evaluation task for one subject (a model or a recipe).
 
-    A subclass has a dataclass `Settings` and loads its data in the constructor, so that missing data is an error before
-    anything is measured. `units` lists the units of work, `measure` measures some of them, `rows` summarises all.
+    A subclass has a dataclass `Settings`, and loads its data in the constructor, so that missing data raises
+    an error before anything is measured. `units` lists the units of work, `measure` measures some of them,
+    and `rows` summarises the results of all units.
     """
 
     name: ClassVar[str]
+    """Name on the command line."""
     Settings: ClassVar[type[Any]]
+    """Dataclass of the task's settings."""
     needs: ClassVar[str] = "model"
-    """"model" for a trained model, or "recipe" for a task that trains models from a recipe."""
+    """The subject that the task needs: "model" (a trained model) or "recipe" (from which it trains models)."""
 
     def __init__(self, subject: Subject, settings: Any) -> None:
         self.subject, self.settings = subject, settings
@@ -58,37 +65,40 @@ class Task(ABC):
 
     @property
     def identity(self) -> Setting:
-        """Settings that all units share. A result is reused only if they are equal."""
+        """Settings that all units share. A saved result is reused only if they are equal."""
         return {"seed": self.subject.seed}
 
     @abstractmethod
     def units(self) -> list[list[Setting]]:
-        """All units, in groups; the units of a group can be measured as one batch."""
+        """Return the settings of all units, in groups. The units of a group can be measured as one batch."""
 
     def cost(self, unit: Setting) -> int:
-        """The approximate number of tokens that a unit reads."""
+        """Return the approximate number of tokens that a unit reads, for the progress display."""
         return 1
 
     @abstractmethod
     def measure(self, units: list[Setting]) -> list[Result]:
-        """The results of these units, which belong to one group."""
+        """Measure these units, which belong to one group, and return one result per unit."""
 
     @abstractmethod
     def rows(self, results: Sequence[tuple[Setting, Result]]) -> list[Row]:
-        """The rows of the results of all units."""
+        """Summarise the results of all units as rows."""
 
     def plots(self, rows: Mapping[str, Sequence[Row]], stem: Path) -> list[Path]:
-        """Plot the rows of all memory modes to files whose names start with `stem`."""
+        """Plot the rows, given by memory mode, to files whose names start with `stem`. Returns their paths."""
         return []
 
     def row(self, metric: str, value: float, setting: Setting | None = None, **facts: Any) -> Row:
+        """Build a row of this task. The shared settings (`identity`) are added to `setting`; `facts` are
+        other fields of `Row`.
+        """
         return Row(
             task=self.name, metric=metric, value=value, setting={**(setting or {}), **self.identity}, **facts
         )
 
 
 class Share(TypedDict):
-    """The fields of a row whose value is an accuracy."""
+    """The fields of a row whose value is an accuracy, with a 95 % confidence interval."""
 
     value: float
     count: int
@@ -96,17 +106,19 @@ class Share(TypedDict):
 
 
 def share(correct: float, count: int) -> Share:
-    """The accuracy and its confidence interval. `correct` may be fractional, for partly correct answers."""
+    """Return the accuracy and its confidence interval. `correct` may be fractional, for partly correct
+    answers.
+    """
     return {"value": correct / count, "count": count, "interval": wilson(correct, count)}
 
 
 def perplexity(loss: float) -> float:
-    """The perplexity of a mean loss; infinite if it exceeds the largest float."""
+    """Return the perplexity of a mean loss in nats, or infinity if it exceeds the largest float."""
     return exp(loss) if loss < log(float_info.max) else inf
 
 
 def wilson(correct: float, count: int, z: float = 1.959964) -> tuple[float, float]:
-    """The 95 % confidence interval of an accuracy (Wilson score interval)."""
+    """Return the 95 % confidence interval of an accuracy (Wilson score interval)."""
     if count < 1 or not 0 <= correct <= count:
         raise ValueError(
             f"correct: expected 0 to count={count} correct answers, with a count of at least 1, got {correct}"
@@ -118,7 +130,9 @@ def wilson(correct: float, count: int, z: float = 1.959964) -> tuple[float, floa
 
 
 def configured(task: type[Task], changes: Mapping[str, str]) -> Any:
-    """A task's settings with values from the command line: ``{"lengths": "1K,64K", "samples": "20"}``."""
+    """Return a task's settings with values from the command line, for example
+    ``{"lengths": "1K,64K", "samples": "20"}``.
+    """
     hints = get_type_hints(task.Settings)
     given = {}
     for name, text in changes.items():
@@ -132,17 +146,19 @@ def configured(task: type[Task], changes: Mapping[str, str]) -> Any:
 
 
 def check_minimum(least: float, **values: float | tuple[float, ...] | None) -> None:
-    """Raise an error for values below `least`; of a tuple, every value is checked."""
+    """Raise an error for values below `least`, and for empty tuples. Every value of a tuple is checked; None
+    is allowed.
+    """
     for name, value in values.items():
         for each in value if isinstance(value, tuple) else (value,):
-            if each is not None and not each >= least:  # true of NaN, too
+            if each is not None and not each >= least:  # NaN also raises an error
                 raise ValueError(f"{name}: expected at least {least:g}, got {each}")
         if value == ():
             raise ValueError(f"{name}: expected at least one, got none")
 
 
 def check_unique(settings: Mapping[str, object]) -> None:
-    """Raise an error for a value that is given twice: it would count as two samples."""
+    """Raise an error for a value that a tuple contains twice, because it would count as two samples."""
     for name, values in settings.items():
         given = values if isinstance(values, tuple) else ()
         for value in given:

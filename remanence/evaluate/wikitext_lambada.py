@@ -19,11 +19,13 @@ from remanence.tokenizers.tokens import pair_tokens
 
 @dataclass(frozen=True, kw_only=True)
 class WikitextSettings:
-    """
+    """Settings of the WikiText evaluation.
+
     Attributes:
-        data: WikiText's test split as one text (wiki.test.raw), or jsonl with a page in each line's "text".
+        data: WikiText's test split as one text (wiki.test.raw), or jsonl with one page per line in the field
+            "text".
         window: number of tokens per window, as max_length in the harness. Default: a whole page.
-        pages: number of pages, from the start. Default: all.
+        pages: number of pages, from the start of the data. Default: all.
     """
 
     data: str | None = None
@@ -35,7 +37,10 @@ class WikitextSettings:
 
 
 class Wikitext(Task):
-    """Word perplexity of detokenised pages, each after the end-of-text token; words are those of the original page."""
+    """Word perplexity of detokenised pages, each preceded by the end-of-text token.
+
+    The number of words is counted in the original page, before it is detokenised.
+    """
 
     name = "wikitext"
     Settings = WikitextSettings
@@ -49,7 +54,7 @@ class Wikitext(Task):
             raise ValueError(
                 f"wikitext.data: expected at least one page, got {settings.data}, which is empty"
             )
-        # Files with <unk> have no rare words, so results are not comparable with wiki.test.raw.
+        # Files with <unk> have rare words replaced by it, so results are not comparable with wiki.test.raw.
         self.unk = any("<unk>" in page for page in self.pages)
         end = subject.tokenizer.end
         if end is None:
@@ -97,9 +102,10 @@ class Wikitext(Task):
 
 
 def harness_windows(count: int, window: int | None) -> list[tuple[int, int, int]]:
-    """Windows over `count` targets as (first input, first target, end), as in the harness.
+    """Return the windows over `count` targets as (first input, first target, end), as in the harness.
 
-    Consecutive windows have disjoint targets. A shorter last window starts earlier, so that it has a full context.
+    The targets of the windows do not overlap. If the last window has fewer targets, it starts earlier, so
+    that its context is as long as the others. None as `window`: one window for all targets.
     """
     window = window or max(1, count)
     found = []
@@ -141,10 +147,13 @@ DETOKENIZER_RULES: tuple[tuple[str, str], ...] = (
     (r" N ", " 1 "),
     (r" 's", "'s"),
 )
-"""The detokeniser of the harness with its errors (the second rule never applies), for comparable results."""
+"""The detokeniser of the harness as (pattern, replacement). Its errors are kept for comparable results: the
+second rule never applies.
+"""
 
 
 def detokenize(page: str) -> str:
+    """Undo the tokenisation of a WikiText page, with the rules of the harness."""
     for pattern, replacement in DETOKENIZER_RULES:
         page = re.sub(pattern, replacement, page)
     return page
@@ -152,10 +161,12 @@ def detokenize(page: str) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class LambadaSettings:
-    """
+    """Settings of the LAMBADA evaluation.
+
     Attributes:
-        data: jsonl, or hf:NAME; each line has "text", whose last word is predicted, or "context" and "continuation".
-        samples: number of passages, from the start. Default: all.
+        data: jsonl, or hf:NAME; each line has "text", whose last word is predicted, or "context" and
+            "continuation".
+        samples: number of passages, from the start of the data. Default: all.
         batch: batch size, in texts.
     """
 
@@ -168,7 +179,7 @@ class LambadaSettings:
 
 
 class Lambada(Task):
-    """Accuracy (greedy decoding) and perplexity of the last word of a passage."""
+    """Perplexity of the last word of a passage, and accuracy: whether greedy decoding gives the word."""
 
     name = "lambada"
     Settings = LambadaSettings
@@ -213,6 +224,7 @@ class Lambada(Task):
 
 
 def _parse_passage(number: int, entry: object) -> tuple[str, str]:
+    """Split a passage into its context and its last word. `number` is the line number for error messages."""
     if isinstance(entry, dict) and isinstance(entry.get("text"), str) and " " in entry["text"].strip():
         context, word = entry["text"].rsplit(" ", 1)
         return context, " " + word

@@ -1,4 +1,4 @@
-"""Forecasts of time series: networks with a neural memory, baselines, training, evaluation, and `Forecaster`."""
+"""Time series forecasting: networks with a neural memory, baselines, training, evaluation, and `Forecaster`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,9 @@ __all__ = ["Forecaster"]
 
 
 def __getattr__(name: str) -> type[Forecaster]:
-    """Import `Forecaster` on first use, so that importing `remanence.forecast.vertical` does not import torch."""
+    """Import `Forecaster` on first use, so that importing `remanence.forecast.vertical` does not import
+    torch.
+    """
     if name == "Forecaster":
         from remanence.forecast.forecaster import Forecaster
 

@@ -1,4 +1,4 @@
-"""Configuration of forecasting networks, as frozen dataclasses. Imports no torch."""
+"""Configuration of forecasting networks, as frozen dataclasses. Does not import torch."""
 
 from __future__ import annotations
 
@@ -10,25 +10,28 @@ from remanence.config import ModelConfig
 from remanence.runtime.choices import check_choice, short_repr
 
 LOSSES = ("mse", "mae", "decay")
+"""Names of the training losses."""
 MAX_SIZE = 2**20
-"""Upper limit of every integer field below."""
+"""Upper limit of every integer field in this module."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ForecastConfig:
-    """Configuration of a forecasting network without its backbone, which `ModelConfig` describes.
+    """Configuration of a forecasting network, except its backbone, which `ModelConfig` describes.
 
     Attributes:
-        network: name of an entry of `remanence.forecast.network.NETWORKS`: "memory", "linear" or "dlinear".
-        patch, stride: network "memory" only: values per patch, and the distance between the starts of two patches.
-        linear: network "memory" only: add a linear map from look-back to horizon to the output of the memory. It
-            increased the errors in our experiments.
-        cycle: network "memory" only: length of a season in rows, such as 24 for the days of hourly data. A learned
-            season is subtracted from the input and added to the forecast. 0: no season.
+        network: "memory", "linear" or "dlinear" (an entry of `remanence.forecast.network.NETWORKS`).
+        patch, stride: network "memory" only: number of rows per patch, and number of rows between the starts
+            of two patches.
+        linear: network "memory" only: add a linear map from look-back to horizon to the output of the memory.
+            In our experiments this increased the errors.
+        cycle: network "memory" only: length of a season in rows, such as 24 for the days of hourly data. A
+            learned seasonal pattern is subtracted from the input and added to the forecast. 0: no season.
         dropout: network "memory" only: dropout on tokens and features during training.
-        history: network "memory" only: how many earlier look-backs the memory reads before each training window, with
-            a loss on each of them. 0: every window starts with an empty memory, as in the standard protocol.
-        loss: "mse", "mae", or "decay": the absolute error with weight 1 / sqrt(n) for the n-th step.
+        history: network "memory" only: number of earlier look-backs that the memory reads before each
+            training window. The forecast after each of them is part of the loss. 0: every window starts with
+            an empty memory, as in the standard protocol.
+        loss: "mse", "mae", or "decay" (the absolute error with weight 1 / sqrt(n) for the n-th forecast row).
     """
 
     network: str = "memory"
@@ -63,6 +66,7 @@ class ForecastConfig:
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> ForecastConfig:
+        """Build the configuration from parsed JSON. Unknown fields raise an error."""
         for name in data:
             check_choice("ForecastConfig field", name, [each.name for each in fields(cls)])
         return cls(**data)
@@ -70,13 +74,17 @@ class ForecastConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class NetworkConfig:
-    """Complete configuration of a forecasting network, with its backbone, look-back, horizon and channel names."""
+    """Complete configuration of a forecasting network."""
 
     forecast: ForecastConfig
     model: ModelConfig
+    """Configuration of the backbone."""
     lookback: int
+    """Number of rows that a forecast is computed from."""
     horizon: int
+    """Number of rows to forecast."""
     names: tuple[str, ...]
+    """Names of the channels."""
 
     def __post_init__(self) -> None:
         for name in ("lookback", "horizon"):
@@ -92,9 +100,11 @@ class NetworkConfig:
 
     @property
     def channels(self) -> int:
+        """Number of channels."""
         return len(self.names)
 
     def to_dict(self) -> dict[str, Any]:
+        """Return the configuration as JSON data."""
         return {**asdict(self), "model": self.model.to_dict(), "names": list(self.names)}
 
     @classmethod
@@ -113,9 +123,10 @@ class NetworkConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class TrainFields:
-    """
+    """Fields that forecasting adds to `TrainConfig`.
+
     Attributes:
-        forecast: with data.kind=forecast: the forecasting network around the backbone `model`.
+        forecast: only for data.kind=forecast: the forecasting network around the backbone `model`.
     """
 
     forecast: ForecastConfig = field(default_factory=ForecastConfig)

@@ -1,4 +1,4 @@
-"""Configuration of time series as training data. Imports no torch."""
+"""Configuration of time series as training data. Does not import torch."""
 
 from __future__ import annotations
 
@@ -12,16 +12,17 @@ from remanence.train.data_config import DataConfig
 
 @dataclass(frozen=True, kw_only=True)
 class ForecastData(DataConfig):
-    """Windows of a time series.
+    """Windows of a time series: each is a look-back and the rows to forecast after it.
 
     Attributes:
         path: a CSV file with the columns' names in its first line.
         length: number of rows in the look-back.
         horizon: number of rows to forecast.
-        split: which rows are for training, validation and test: an entry of `remanence.forecast.protocol.SPLITS`.
-        columns: the columns to read. Default: all except dates and the index.
-        missing: how missing values are handled: "refuse" raises an error, "previous" repeats the value of the row
-            before.
+        split: name of the split into training, validation and test rows, from
+            `remanence.forecast.protocol.SPLITS`.
+        columns: names of the columns to read. Default: all except dates and the index.
+        missing: how missing values are handled: "refuse" raises an error, "previous" repeats the value of the
+            row before.
     """
 
     kind: str = "forecast"

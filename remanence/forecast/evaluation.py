@@ -1,4 +1,6 @@
-"""Evaluation of forecasts: errors over all test windows (the standard protocol), and rolling errors on a stream."""
+"""Evaluation of forecasts: errors over all test windows (the standard protocol), and rolling errors on a
+stream.
+"""
 
 from __future__ import annotations
 
@@ -23,16 +25,22 @@ from remanence.runtime.choices import check_choice
 
 @dataclass(frozen=True, kw_only=True)
 class ForecastSettings:
-    """
+    """Settings of the evaluation of forecasts.
+
     Attributes:
-        data: a CSV file, compressed or in a .zip (``file.zip/inner.csv``), with the channels of the training data.
-        split: which rows are the test part. Default: the split used in training.
-        missing: handling of missing values: "refuse" raises an error, "previous" repeats the value of the row before.
+        data: a CSV file, compressed or in a .zip (``file.zip/inner.csv``), with the channels of the training
+            data.
+        split: name of the split that determines the test rows. Default: the split used in training, else
+            7/1/2.
+        missing: handling of missing values: "refuse" raises an error, "previous" repeats the value of the row
+            before.
         shifts: distribution shifts in the middle of the test part for the rolling errors: "none", "level",
-            "amplitude", "frequency". Default: no rolling errors. Memory mode `on` keeps writing the memory, `frozen`
-            stops writing at the start of the test part, and `fresh` resets the memory before every look-back.
+            "amplitude", "frequency". Default: no rolling errors. Memory mode `on` keeps writing the memory,
+            `frozen` stops writing at the start of the test part, and `fresh` resets the memory before every
+            look-back.
         warm: number of look-backs before the test part that the memory reads first.
-        phases: number of parallel streams, each offset by a fraction of a look-back: forecasts per look-back.
+        phases: number of forecasts per look-back. Each is made by a separate stream, offset by a fraction of
+            a look-back.
         examples: number of windows in the plot of examples.
         windows: batch size, in windows.
     """
@@ -56,7 +64,7 @@ class ForecastSettings:
 
 
 class Forecast(Task):
-    """Mean squared and mean absolute error on standardised values (training mean 0, standard deviation 1)."""
+    """Mean squared and mean absolute error, on values standardised with the training mean and deviation."""
 
     name = "forecast"
     Settings = ForecastSettings
@@ -108,20 +116,22 @@ class Forecast(Task):
         ]
 
     def _measure_windows(self) -> Result:
+        """Return the errors over all test windows."""
         forecast = partial(self.network, memory_mode=self.subject.mode)
         return compute_errors(forecast, self.windows, size=self.settings.windows)._asdict()
 
     @property
     def _shift_row(self) -> int:
-        """Row at which the distribution shift starts: the middle of the test part."""
+        """Index of the row where the distribution shift starts: the middle of the test part."""
         start = self.protocol.borders.val
         return start + (len(self.values) - start) // 2
 
     def _measure_stream(self, unit: Setting) -> Result:
+        """Return the mean rolling errors (mse, mae) before and after the shift, and the mse of each forecast."""
         values = SHIFTS[unit["shift"]](self.values, self._shift_row)
         start, mode = self.protocol.borders.val, self.subject.mode
         rolled = roll(self.network, values, start, mode=mode, warm=unit["warm"], phases=unit["phases"])
-        # A horizon that contains the shift belongs to neither side: the shift could not be predicted.
+        # Forecasts whose horizon contains the shift are left out, because the shift could not be predicted.
         before = rolled.between(start, self._shift_row - self.network.config.horizon + 1)
         after = rolled.between(self._shift_row, len(values))
         curve = [[int(at), float(value)] for at, value in zip(rolled.origins, rolled.mse, strict=True)]
@@ -159,7 +169,10 @@ class Forecast(Task):
 
     @torch.no_grad()
     def _plot_examples(self, modes: Sequence[Any], path: Path) -> Path:
-        """Plot example windows of several channels with the forecast of every memory mode, in the units of the data."""
+        """Plot example windows of several channels with the forecast of every memory mode.
+
+        Values are in the units of the data. Returns the path.
+        """
         count, names = self.settings.examples, self.network.config.names
         index = torch.linspace(0, self.windows.num_windows - 1, count + 2).long()[1:-1].to(self.values.device)
         x, y = self.windows.take(index)
@@ -180,7 +193,7 @@ class Forecast(Task):
 
 
 def _smooth(points: list[tuple[int, float]], most: int = 48) -> list[tuple[float, float]]:
-    """Average neighbouring points until at most `most` are left, because single forecasts are noisy."""
+    """Average neighbouring points so that at most `most` are left, because single forecasts are noisy."""
     width = -(-len(points) // most)
     return [
         (sum(at for at, _ in part) / len(part), sum(value for _, value in part) / len(part))

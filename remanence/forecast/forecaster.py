@@ -25,16 +25,19 @@ from remanence.train import TrainConfig, fit
 
 
 class Forecaster:
-    """``Forecaster(horizon=96).fit(frame).predict(frame)``: a forecast of every column, in its own units.
+    """Forecasts every column of a table: ``Forecaster(horizon=96).fit(frame).predict(frame)``.
 
     Args:
         horizon: number of rows to forecast.
         lookback: number of rows that a forecast is computed from.
-        split: which rows are for training, for validation (early stopping), and for test (`score`).
+        split: name of the split into rows for training, for validation (early stopping), and for test
+            (`score`).
         seed: the same seed gives the same weights on the same machine.
         device: "auto", "cpu", "cuda" or "mps".
-        missing: handling of missing values: "refuse" raises an error, "previous" repeats the value of the row before.
+        missing: handling of missing values: "refuse" raises an error, "previous" repeats the value of the row
+            before.
         config: a complete training configuration, such as `remanence.forecast.recipes.forecasting` returns.
+            It replaces `horizon`, `lookback` and `split`.
         **changes: fields of the training configuration (steps, batch, ...) or of its
             `remanence.forecast.config.ForecastConfig`.
     """
@@ -67,8 +70,10 @@ class Forecaster:
         self.network: Network | None = None
 
     def fit(self, data: SeriesLike, out: str | Path | None = None, *, resume: bool = False) -> Forecaster:
-        """Train on a DataFrame, an array ``[rows channels]`` or a CSV file. `out` is the folder of the run, as in
-        `remanence train`; `resume` continues an interrupted run in it on the same data.
+        """Train on a DataFrame, an array ``[rows channels]`` or a CSV file. Returns the forecaster itself.
+
+        `out` is the folder of the run, as in `remanence train`; None uses a temporary folder. `resume`
+        continues an interrupted run in this folder on the same data.
         """
         series = self._read(data)
         source = WindowSource(self.config, self.config.batch, series)
@@ -84,6 +89,7 @@ class Forecaster:
 
     @property
     def fitted(self) -> Network:
+        """The trained network. Raises an error before `fit` or `load`."""
         if self.network is None:
             raise ValueError(
                 "forecaster: expected a fitted or loaded forecaster, got one that is not fitted; call fit first"
@@ -104,10 +110,12 @@ class Forecaster:
         memory_mode: Mode = "on",
         memory: Mode | None = None,
     ) -> np.ndarray:
-        """The `horizon` rows that follow the last row of `data` ``[horizon channels]``, in the data's own units.
+        """Return the forecast ``[horizon channels]`` of the rows after the last row of `data`, in the units
+        of the data.
 
-        Only the last `lookback` rows are read. `first` is the index of the first row of `data` in the series that the
-        network was fitted on; a network with a `cycle` needs it.
+        Only the last `lookback` rows are read. `first` is the index of the first row of `data` in the series
+        that the network was fitted on; it is required for a network with a `cycle`. `memory` is the old name
+        of `memory_mode`.
         """
         if memory is not None:
             memory_mode = renamed_mode(memory)
@@ -126,8 +134,10 @@ class Forecaster:
         return self._scaler.inverse(found.float().cpu().double().numpy())
 
     def score(self, data: SeriesLike, *, part: str = "test") -> Errors:
-        """Mean squared and mean absolute error over all windows of a part of the series, on standardised values
-        (training mean 0, standard deviation 1).
+        """Return the mean squared and mean absolute error over all windows of a part of the series.
+
+        Errors are on standardised values (training mean 0, standard deviation 1). `part` is "train", "val" or
+        "test".
         """
         shape = self.fitted.config
         protocol = Protocol.from_series(self._read(data), self.config.data.split, self._scaler)
@@ -144,8 +154,10 @@ class Forecaster:
         phases: int = 4,
         memory: Mode | None = None,
     ) -> RollingErrors:
-        """Errors of rolling forecasts from row `start` on; see `remanence.forecast.online.roll`. In memory mode "on"
-        the memory is written while it reads the stream.
+        """Return the errors of rolling forecasts from row `start` on; see `remanence.forecast.online.roll`.
+
+        In memory mode "on" the memory is written while it reads the stream. `memory` is the old name of
+        `memory_mode`.
         """
         if memory is not None:
             memory_mode = renamed_mode(memory)
@@ -160,7 +172,11 @@ class Forecaster:
         channels: tuple[str, ...] = (),
         truth: SeriesLike | None = None,
     ) -> Path:
-        """Plot the end of `data` and the forecast after it as a PNG file, with the true values if `truth` is given."""
+        """Plot the end of `data` and the forecast after it as a PNG file, and return its path.
+
+        `channels` are the names of the channels to plot (default: the first four). `truth` holds the true
+        values after `data`; None: they are not plotted.
+        """
         from remanence.forecast.plots import plot_forecasts
 
         for name in channels:
@@ -201,6 +217,7 @@ class Forecaster:
 
     @property
     def _scaler(self) -> Scaler:
+        """Mean and standard deviation of the training data. Raises an error if the network has none."""
         scaler = self.fitted.scaler
         if scaler is None:
             raise ValueError(
@@ -209,7 +226,11 @@ class Forecaster:
         return scaler
 
     def _read(self, data: SeriesLike) -> Series:
-        """Read data as a series; after fitting, select the fitted channels by name or check the number of columns."""
+        """Read data as a series.
+
+        After fitting, the fitted channels are selected by name. For data without names, the number of columns
+        is checked.
+        """
         missing = self.config.data.missing
         if self.network is None:
             return read_series(data, columns=self.config.data.columns, missing=missing)
@@ -222,5 +243,6 @@ class Forecaster:
         return found
 
     def _standardize(self, series: Series) -> torch.Tensor:
+        """Return the standardised values ``[rows channels]`` on the network's device."""
         values = self._scaler.standardize(series.values).astype(np.float32)
         return torch.from_numpy(values).to(self.fitted.device)

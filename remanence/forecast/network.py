@@ -1,4 +1,4 @@
-"""Forecasting networks, from look-backs to forecasts. `NETWORKS` is the registry; add an entry for a new one."""
+"""Forecasting networks, which map look-backs to forecasts. To add a network, add an entry to `NETWORKS`."""
 
 from __future__ import annotations
 
@@ -24,8 +24,9 @@ from remanence.runtime.terminal import shown
 MODEL_TYPE = "remanence-forecast"
 """Value of `model_type` in config.json."""
 WEIGHTS = "model.safetensors"
+"""File name of the weights in a model folder."""
 VARIANCE_EPSILON = 1e-5
-"""Added to the variance of a look-back, to avoid dividing by zero when it is constant."""
+"""Added to the variance of a look-back, to avoid division by zero if it is constant."""
 MOVING_AVERAGE = 25
 """Window of DLinear's moving average, in rows."""
 
@@ -42,31 +43,34 @@ In Python:
 The file needs the columns {channels} and at least {lookback:,} rows.
 
 """
+"""Text of the model card that explains how to use the model."""
 
 
 class WindowBatch(NamedTuple):
-    """A training batch: inputs ``[b rows channels]`` of one or several consecutive look-backs, the targets after each
-    look-back ``[b n horizon channels]``, and the index of the first row ``[b]``.
-    """
+    """A training batch of windows. Each has one or several consecutive look-backs."""
 
     x: Tensor
+    """Input rows ``[b rows channels]``."""
     targets: Tensor
+    """Rows after each of the n look-backs ``[b n horizon channels]``."""
     first: Tensor
+    """Index of the first row of each window in the series ``[b]``."""
 
 
 class Network(nn.Module):
-    """Base class of forecasting networks: ``forecast = network(x)`` maps standardised look-backs ``[b rows channels]``
-    to forecasts ``[b horizon channels]``.
+    """Base class of forecasting networks: ``forecast = network(x)`` maps standardised look-backs
+    ``[b rows channels]`` to forecasts ``[b horizon channels]``.
 
-    `first` is the index of the first row of each look-back in its series; a network with a `cycle` needs it. A network
-    with a memory can also read a stream of look-backs with a carried state (`read`).
+    `first` is the index of the first row of each look-back in its series; it is required for a network with a
+    `cycle`. A network with a memory can also read a stream of look-backs and carry its state (`read`).
     """
 
     title = "forecasting network"
-    """Name in error messages."""
+    """Name of this kind of model in error messages."""
     log_unigrams = None
-    """Unused here; token models with a store of rare tokens have unigram counts."""
+    """Always None here. Token models may store the log-frequencies of their tokens in it."""
     checkpointing = False
+    """Whether activations are recomputed in the backward pass to save memory."""
 
     def __init__(self, config: NetworkConfig) -> None:
         super().__init__()
@@ -80,7 +84,7 @@ class Network(nn.Module):
         self.register_buffer("step_weights", weights / weights.mean(), persistent=False)
 
     def current_config(self) -> NetworkConfig:
-        """The configuration as written to files."""
+        """Return the configuration as it is written to files."""
         return self.config
 
     @property
@@ -89,15 +93,17 @@ class Network(nn.Module):
 
     @property
     def blocks(self) -> nn.ModuleList:
+        """Blocks of the backbone. Empty if there is no backbone."""
         return nn.ModuleList()
 
     @property
     def has_memory(self) -> bool:
+        """Whether the network has a neural memory."""
         return False
 
     @property
     def memory_mode(self) -> Mode:
-        """Default memory mode of calls without `memory_mode`."""
+        """The memory mode of calls that do not set `memory_mode`."""
         return self._memory_mode
 
     @memory_mode.setter
@@ -107,7 +113,9 @@ class Network(nn.Module):
     memory = RenamedMode()
 
     def check_mode(self, mode: Mode) -> Mode:
-        """Return the mode, or raise if the network does not support it; without a memory only "on" is valid."""
+        """Return the mode, or raise an error if the network does not support it. Without a memory only "on"
+        is valid.
+        """
         check_choice("memory_mode", mode, MODES)
         if mode != "on" and not self.has_memory:
             name = self.config.forecast.network
@@ -127,8 +135,10 @@ class Network(nn.Module):
         *,
         memory_mode: Mode | None = None,
     ) -> tuple[Tensor, Trace]:
-        """Read rows ``[b rows channels]`` of one or several consecutive look-backs. Returns the forecast at the end of
-        each ``[b n horizon channels]``, and the trace with the new state.
+        """Read rows ``[b rows channels]`` of one or several consecutive look-backs.
+
+        Returns the forecast after each look-back ``[b n horizon channels]``, and the trace with the new
+        state. If `state` is None, the memory starts empty.
         """
         c = self.config
         if x.dim() != 3 or x.shape[1] % c.lookback or not x.shape[1] or x.shape[2] != c.channels:
@@ -138,28 +148,31 @@ class Network(nn.Module):
         return self._read(x, state, first, self.check_mode(memory_mode or self._memory_mode))
 
     def _read(self, x: Tensor, state: State | None, first: Tensor | None, mode: Mode) -> tuple[Tensor, Trace]:
+        """Implement `read` after its arguments were checked."""
         raise NotImplementedError
 
     def loss(self, batch: WindowBatch) -> tuple[Tensor, Trace]:
-        """Training loss: the error of the config, averaged over all windows, steps and channels, and the trace."""
+        """Return the training loss and the trace. The loss is averaged over all windows, forecast rows and
+        channels.
+        """
         forecast, trace = self.read(batch.x, None, batch.first)
         miss = forecast.float() - batch.targets
         miss = miss.square() if self.config.forecast.loss == "mse" else miss.abs()
         return (miss.mean((0, 1, 3)) * self.step_weights).mean(), trace
 
     def saved_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Parameters written to model folders and checkpoints: all of them."""
+        """Return the parameters that are written to model folders and checkpoints: all of them."""
         return self.named_parameters()
 
     def describe(self) -> dict[str, Any]:
-        """Contents of ``config.json``."""
+        """Return the contents of ``config.json``."""
         scaler = None
         if self.scaler is not None:
             scaler = {name: values.tolist() for name, values in self.scaler._asdict().items()}
         return {"model_type": MODEL_TYPE, "remanence": sealed({**self.config.to_dict(), "scaler": scaler})}
 
     def card_parts(self, name: str) -> dict[str, str]:
-        """Texts for the model card."""
+        """Return the texts that are inserted into the model card. `name` is the model's name."""
         config = self.config
         channels = ", ".join(f"`{shown(each, keep='')}`" for each in config.names)
         return {
@@ -170,7 +183,7 @@ class Network(nn.Module):
         }
 
     def save(self, folder: str | Path) -> None:
-        """Write ``config.json`` and ``model.safetensors``."""
+        """Write ``config.json`` and ``model.safetensors`` to a folder."""
         folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)
         tensors = {f"model.{name}": parameter.detach() for name, parameter in self.named_parameters()}
@@ -191,7 +204,10 @@ class LinearNetwork(Network):
 
 
 class DLinear(Network):
-    """DLinear (Zeng et al. 2023): linear maps, shared by all channels, of the moving average and of the remainder."""
+    """DLinear (Zeng et al. 2023): one linear map of the moving average and one of the remainder.
+
+    Both are shared by all channels.
+    """
 
     def __init__(self, config: NetworkConfig) -> None:
         super().__init__(config)
@@ -209,10 +225,10 @@ class DLinear(Network):
 class MemoryNetwork(Network):
     """A backbone with neural memory over patches of the series. Every channel is a separate sequence.
 
-    Each look-back is normalised (reversible instance normalisation) and cut into overlapping patches, the tokens, to
-    which position and channel embeddings are added. A linear head maps the features of all tokens to the horizon. With
-    `linear`, a linear map of the values is added and the head is initialised to zero, so that training starts from
-    `LinearNetwork`.
+    Each look-back is normalised (reversible instance normalisation) and cut into overlapping patches. Each
+    patch is projected to a token, to which position and channel embeddings are added. A linear head maps the
+    features of all tokens to the horizon. If `linear` is set, a linear map of the values is added and the
+    head is initialised to zero, so that training starts as `LinearNetwork`.
     """
 
     def __init__(self, config: NetworkConfig) -> None:
@@ -262,7 +278,9 @@ class MemoryNetwork(Network):
         return forecast if ahead is None else forecast + ahead, trace
 
     def _seasons(self, windows: Tensor, first: Tensor | None) -> tuple[Tensor, Tensor]:
-        """The learned season of the rows of each look-back, and of the rows to forecast."""
+        """Return the learned season at the rows of each look-back ``[b n rows channels]``, and at the rows to
+        forecast ``[b n horizon channels]``.
+        """
         c = self.config
         assert self.season is not None
         if first is None:
@@ -280,9 +298,11 @@ NETWORKS: dict[str, Callable[[NetworkConfig], Network]] = {
     "linear": LinearNetwork,
     "dlinear": DLinear,
 }
+"""Networks by name (`forecast.network`). Add an entry for a new network."""
 
 
 def make_network(config: NetworkConfig) -> Network:
+    """Build a network with random weights."""
     check_choice("forecast.network", config.forecast.network, NETWORKS)
     return NETWORKS[config.forecast.network](config)
 
@@ -294,10 +314,12 @@ def is_network(folder: Path) -> bool:
 
 
 def read_network_config(folder: Path) -> NetworkConfig:
+    """Read the configuration of a saved network."""
     return _read_config(folder)[0]
 
 
 def _read_config(folder: Path) -> tuple[NetworkConfig, Scaler | None]:
+    """Read the configuration and the scaler of a saved network. The scaler is None if none was saved."""
     path = folder / "config.json"
     data = read_json(path)
     kind, own = data.get("model_type"), data.get("remanence")
@@ -313,6 +335,7 @@ def _read_config(folder: Path) -> tuple[NetworkConfig, Scaler | None]:
 
 
 def _parse_scaler(data: Mapping[str, Sequence[float]], shape: NetworkConfig) -> Scaler:
+    """Convert a parsed scaler and check its shape and values."""
     try:
         found = Scaler(*(np.array(data[name], dtype=np.float64) for name in Scaler._fields))
     except (TypeError, ValueError, KeyError):
@@ -325,7 +348,7 @@ def _parse_scaler(data: Mapping[str, Sequence[float]], shape: NetworkConfig) -> 
 
 
 def load_network(folder: str | Path, *, device: torch.device | str = "cpu") -> Network:
-    """Load a network written by `Network.save`. The files are validated before the network is built."""
+    """Load a network that was written by `Network.save`. The files are validated before the network is built."""
     folder = Path(folder)
     if not (folder / "config.json").is_file():
         raise ValueError(f"model: expected a folder with config.json and {WEIGHTS}, got {folder}")
@@ -352,16 +375,20 @@ def load_network(folder: str | Path, *, device: torch.device | str = "cpu") -> N
 
 
 def _normalize(x: Tensor) -> tuple[Tensor, tuple[Tensor, Tensor]]:
-    """Normalise windows ``[b n rows channels]`` over their rows; returns them with their mean and std."""
+    """Normalise windows ``[b n rows channels]`` over their rows.
+
+    Returns the normalised windows, and the pair (mean, standard deviation), each ``[b n 1 channels]``.
+    """
     mean = x.mean(2, keepdim=True)
     std = (x.var(2, keepdim=True, unbiased=False) + VARIANCE_EPSILON).sqrt()
     return (x - mean) / std, (mean, std)
 
 
 def _denormalize(x: Tensor, statistics: tuple[Tensor, Tensor]) -> Tensor:
+    """Undo `_normalize`, given the pair (mean, standard deviation)."""
     return x * statistics[1] + statistics[0]
 
 
 def _empty_trace(x: Tensor) -> Trace:
-    """The trace of a network without memories."""
+    """Return the trace of a network without memories."""
     return Trace(x, State((), torch.zeros(0, dtype=torch.int64, device=x.device)), (), ())

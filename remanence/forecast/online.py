@@ -1,4 +1,4 @@
-"""Rolling forecasts on a stream: the memory reads one look-back after another and is written during the test."""
+"""Rolling forecasts on a stream: the memory reads one look-back after another and is updated during the test."""
 
 from __future__ import annotations
 
@@ -16,16 +16,19 @@ from remanence.runtime.choices import check_choice
 
 
 class RollingErrors(NamedTuple):
-    """Errors of rolling forecasts: the index of the first forecast row ``[n]``, and the mean squared and mean absolute
-    error of each forecast over its horizon and all channels.
-    """
+    """Errors of rolling forecasts. Each error is the mean over the horizon and all channels."""
 
     origins: Tensor
+    """Index of the first forecast row ``[n]``."""
     mse: Tensor
+    """Mean squared error of each forecast ``[n]``."""
     mae: Tensor
+    """Mean absolute error of each forecast ``[n]``."""
 
     def between(self, first: int, last: int) -> tuple[float, float]:
-        """Mean errors of the forecasts whose first row is at least `first` and below `last`."""
+        """Return the mean errors (mse, mae) of the forecasts whose first row is at least `first` and below
+        `last`.
+        """
         inside = (self.origins >= first) & (self.origins < last)
         return float(self.mse[inside].mean()), float(self.mae[inside].mean())
 
@@ -51,19 +54,21 @@ SHIFTS: dict[str, Callable[[Tensor, int], Tensor]] = {
     "amplitude": double_amplitude,
     "frequency": double_frequency,
 }
-"""Distribution shifts by name, applied to standardised values from a given row on. Add an entry for a new shift."""
+"""Distribution shifts by name. Each changes standardised values ``[rows channels]`` from a given row on. Add
+an entry for a new shift.
+"""
 
 
 @torch.no_grad()
 def roll(
     network: Network, values: Tensor, start: int, *, mode: Mode = "on", warm: int = 8, phases: int = 4
 ) -> RollingErrors:
-    """Errors of rolling forecasts from row `start` on, `phases` forecasts per look-back.
+    """Return the errors of rolling forecasts of `values` ``[rows channels]`` from row `start` on.
 
-    Each phase is a separate stream that starts `warm` look-backs before `start`. It reads one look-back after another
-    and forecasts at the end of each. Mode "on": the memory state is carried between look-backs and written. "frozen":
-    the memory is not written after the first forecast. "fresh": every look-back starts with an empty memory. "off": no
-    memory.
+    Each of the `phases` streams starts `warm` look-backs before `start`, offset by a fraction of a look-back.
+    It reads one look-back after another and makes a forecast at the end of each. Memory modes: "on" carries
+    the state between look-backs and writes to the memory. "frozen" stops writing before the first forecast
+    that is measured. "fresh" starts every look-back with an empty memory. "off" uses no memory.
     """
     check_choice("mode", mode, MODES)
     lookback, horizon = network.config.lookback, network.config.horizon
@@ -98,7 +103,7 @@ def roll(
 
 @contextmanager
 def eval_mode(network: Network) -> Iterator[None]:
-    """Context manager that switches to evaluation mode and restores the previous mode at the end."""
+    """Context manager that switches the network to evaluation mode and restores the previous mode at the end."""
     training = network.training
     network.eval()
     try:

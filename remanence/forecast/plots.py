@@ -13,7 +13,10 @@ from remanence.evaluate.plots import COLOURS, Points, line_width, pyplot, save_f
 def plot_series(
     path: Path, lines: Mapping[str, Points], *, title: str, x: str, y: str, mark: float | None = None
 ) -> Path:
-    """Plot lines over time; `mark` is the x position of a dashed vertical line."""
+    """Plot lines over time as a PNG file and return its path.
+
+    `mark` is the x position of a dashed vertical line. None: no such line.
+    """
     plt = pyplot()
     figure, axis = plt.subplots(figsize=(9, 4), layout="constrained")
     if mark is not None:
@@ -31,11 +34,14 @@ def plot_series(
 
 
 Panel = tuple[str, np.ndarray, np.ndarray, Mapping[str, np.ndarray]]
-"""A channel's name, its look-back, its true values after it, and the forecasts by label."""
+"""The name of a channel, its look-back, the true values after the look-back, and the forecasts by label."""
 
 
 def plot_forecasts(path: Path, panels: Sequence[Panel], *, title: str) -> Path:
-    """Plot one panel per forecast: look-back in grey, true values in black, forecasts in colours."""
+    """Plot one panel per forecast as a PNG file and return its path.
+
+    Look-backs are grey, true values black, and forecasts coloured.
+    """
     plt = pyplot()
     figure, axes = plt.subplots(
         len(panels), 1, figsize=(9, 0.8 + 2.1 * len(panels)), layout="constrained", squeeze=False

@@ -1,7 +1,7 @@
 """The standard forecasting protocol: training, validation and test rows, standardisation, and errors.
 
-The split borders are those of Informer and later papers. The look-back of a validation or test window may extend into
-the part before; the values to forecast are always inside one part.
+The split borders are those of Informer and later papers. The look-back of a validation or test window may
+start in the part before. The values to forecast are always inside one part.
 """
 
 from __future__ import annotations
@@ -17,14 +17,15 @@ from remanence.forecast.series import Series
 from remanence.runtime.choices import check_choice
 
 PARTS = ("train", "val", "test")
+"""Names of the parts of a series."""
 HORIZONS = (96, 192, 336, 720)
-"""The horizons that papers report, with a separate model for each."""
+"""The horizons that papers report. Each needs its own model."""
 DAYS_PER_MONTH = 30
-"""Days in a month of the ETT splits."""
+"""Number of days that the ETT splits count as a month."""
 
 
 class Borders(NamedTuple):
-    """End rows of the training, validation and test parts; training starts at row 0."""
+    """End rows (exclusive) of the training, validation and test parts. Training starts at row 0."""
 
     train: int
     val: int
@@ -32,13 +33,15 @@ class Borders(NamedTuple):
 
 
 def _ett_split(rows_per_day: int) -> Callable[[int], Borders]:
-    """Split of 12, 4 and 4 months; rows after them are not used."""
+    """Return the split of 12, 4 and 4 months. Rows after the 20 months are not used."""
     month = DAYS_PER_MONTH * rows_per_day
     return lambda rows: Borders(12 * month, 16 * month, 20 * month)
 
 
 def _ratio_split(rows: int) -> Borders:
-    """Split of 70 % training and 20 % test, each rounded down, with the rest between them for validation."""
+    """Return the split of 70 % training and 20 % test, each rounded down. The rows between are for
+    validation.
+    """
     return Borders(int(rows * 0.7), rows - int(rows * 0.2), rows)
 
 
@@ -47,46 +50,57 @@ SPLITS: dict[str, Callable[[int], Borders]] = {
     "ett-minute": _ett_split(24 * 4),
     "7/1/2": _ratio_split,
 }
-"""Splits by name: functions from the number of rows to `Borders`. Add an entry for a new split."""
+"""Splits by name. Each is a function from the number of rows to `Borders`. Add an entry for a new split."""
 
 
 class Scaler(NamedTuple):
-    """Mean and standard deviation of the training part per channel; the deviation of a constant channel is set to 1."""
+    """Mean and standard deviation ``[channels]`` of the training part. The deviation of a constant channel is
+    set to 1.
+    """
 
     mean: np.ndarray
     std: np.ndarray
 
     @classmethod
     def fit(cls, values: np.ndarray) -> Scaler:
+        """Compute the mean and standard deviation of values ``[rows channels]``."""
         mean, std = values.mean(0), values.std(0)
         # The std of a constant channel is not exactly 0 because of rounding.
         return cls(mean, np.where(std > 1e-9 * np.maximum(1.0, np.abs(mean)), std, 1.0))
 
     def standardize(self, values: np.ndarray) -> np.ndarray:
+        """Subtract the mean and divide by the standard deviation."""
         return (values - self.mean) / self.std
 
     def inverse(self, values: np.ndarray) -> np.ndarray:
+        """Convert standardised values back to the units of the data."""
         return values * self.std + self.mean
 
 
 class Windows(NamedTuple):
-    """The windows of one part of the standardised series ``[rows channels]``. Their look-backs start at rows `first`,
-    `first` + 1 and so on.
+    """The windows of one part of a standardised series. A window is a look-back and the rows to forecast.
+
+    The look-backs start at rows `first`, `first` + 1 and so on.
     """
 
     values: Tensor
+    """The series ``[rows channels]``."""
     first: int
+    """First row of the first look-back."""
     num_windows: int
     lookback: int
     horizon: int
 
     def take(self, index: Tensor) -> tuple[Tensor, Tensor]:
-        """Inputs ``[b rows channels]`` and targets ``[b horizon channels]`` of the windows with these indices."""
+        """Return the inputs ``[b rows channels]`` and targets ``[b horizon channels]`` of the windows with
+        these indices.
+        """
         span = torch.arange(self.lookback + self.horizon, device=index.device)
         rows = self.values[self.first + index[:, None] + span]
         return rows[:, : self.lookback], rows[:, self.lookback :]
 
     def to(self, device: torch.device) -> Windows:
+        """Return the same windows with their values on another device."""
         return self._replace(values=self.values.to(device))
 
 
@@ -94,14 +108,15 @@ class Protocol(NamedTuple):
     """A standardised series with its scaler and its split borders."""
 
     values: Tensor
-    """``[rows channels]``, float32."""
+    """Standardised values ``[rows channels]``, float32."""
     scaler: Scaler
     borders: Borders
     names: tuple[str, ...]
+    """Names of the channels."""
 
     @classmethod
     def from_series(cls, series: Series, split: str = "7/1/2", scaler: Scaler | None = None) -> Protocol:
-        """Standardise and split a series; `scaler` overrides the one fitted on the training part."""
+        """Standardise and split a series. If `scaler` is None, it is fitted on the training part."""
         check_choice("data.split", split, SPLITS)
         rows, borders = len(series.values), SPLITS[split](len(series.values))
         if rows < borders.test:
@@ -113,7 +128,7 @@ class Protocol(NamedTuple):
         return cls(values, scaler, borders, series.names)
 
     def windows(self, part: str, lookback: int, horizon: int) -> Windows:
-        """All windows of a part. The first look-backs of validation and test lie in the part before."""
+        """Return all windows of a part. The first look-backs of validation and test start in the part before."""
         check_choice("part", part, PARTS)
         index = PARTS.index(part)
         start = 0 if index == 0 else self.borders[index - 1] - lookback
@@ -143,8 +158,10 @@ Forecast = Callable[[Tensor, Tensor], Tensor]
 
 @torch.no_grad()
 def compute_errors(forecast: Forecast, windows: Windows, *, every: int = 1, size: int = 256) -> Errors:
-    """Errors of a forecast over all windows (or every n-th), steps and channels. The last batch may be smaller; every
-    window has the same weight.
+    """Return the errors of a forecast, averaged over windows, forecast rows and channels.
+
+    Only every n-th window is used if `every` is n. `size` is the batch size in windows. The last batch may be
+    smaller, but every window has the same weight.
     """
     found = []
     chosen = torch.arange(0, windows.num_windows, every, device=windows.values.device)
@@ -152,7 +169,7 @@ def compute_errors(forecast: Forecast, windows: Windows, *, every: int = 1, size
         x, y = windows.take(index)
         miss = forecast(x, windows.first + index).float() - y
         found.append(torch.stack([miss.square().sum(), miss.abs().sum()]))
-    # One transfer to the host, then sum in float64, which not every device supports.
+    # Transfer to the host once, and sum there in float64, which not every device supports.
     total = torch.stack(found).cpu().double().sum(0)
     mse, mae = (total / (len(chosen) * windows.horizon * windows.values.shape[1])).tolist()
     return Errors(mse, mae, len(chosen))

@@ -18,30 +18,33 @@ from remanence.data.sources import OPENERS, PIECE, read_pieces
 from remanence.runtime.choices import check_choice, short_repr
 
 DATE_COLUMNS = ("date", "time", "datetime", "timestamp", "ds")
-"""Names of date columns (case-insensitive), which are not read."""
+"""Names of date columns (case-insensitive). They are skipped."""
 INDEX_COLUMN = re.compile(r"|unnamed: \d+|index|level_0", re.IGNORECASE)
-"""Names of index columns as pandas writes them. An index column is skipped if it holds increasing integers or text."""
+"""Names of index columns as pandas writes them. Such a column is skipped if it contains increasing integers
+or text.
+"""
 MISSING_CELLS = ("", "nan", "na", "n/a", "null", "none")
-"""Contents of a cell without a value (case-insensitive)."""
+"""Texts of a cell that mean a missing value (case-insensitive)."""
 MISSING_POLICIES = ("refuse", "previous")
-"""How missing values are handled: raise an error, or repeat the value of the row before, so that no future value is
-used.
+"""Ways to handle missing values: "refuse" raises an error; "previous" repeats the value of the row before, so
+that no future value is used.
 """
 
 
 class Series(NamedTuple):
-    """A time series: values ``[rows channels]`` in the order of time, and the names of the channels."""
+    """A time series: values ``[rows channels]`` in temporal order, and the names of the channels."""
 
     values: np.ndarray
     names: tuple[str, ...]
 
     def head(self, rows: int) -> Series:
+        """Return the first rows of the series."""
         return self._replace(values=self.values[:rows])
 
 
 @runtime_checkable
 class DataFrame(Protocol):
-    """A table of any library that has `columns` and returns a column by its name."""
+    """Interface of tables of any library: they have `columns` and return a column by its name."""
 
     @property
     def columns(self) -> Sequence[Hashable]: ...
@@ -50,18 +53,19 @@ class DataFrame(Protocol):
 
 
 SeriesLike = Series | str | Path | DataFrame | ArrayLike
-"""What `read_series` accepts: a series, the path of a CSV file, a table, or numbers."""
+"""The types that `read_series` accepts: a series, the path of a CSV file, a table, or numbers."""
 
 
 def read_series(
     source: SeriesLike, *, columns: Sequence[str] = (), missing: str = "refuse", name: str = "data"
 ) -> Series:
-    """Read a series from a CSV file (`.gz`, `.xz`, `.bz2`, `.zst`, or in a `.zip`), from numbers ``[rows]`` or
-    ``[rows channels]``, or from a DataFrame.
+    """Read a series from a CSV file, an array ``[rows]`` or ``[rows channels]``, or a DataFrame.
 
-    `columns` selects columns by name. Without it, date columns (`DATE_COLUMNS`) and index columns at the start
-    (`INDEX_COLUMN`) are skipped; all others must hold numbers. ``file.zip/inner.csv`` is a file inside an archive; if
-    the archive has only one CSV file, its own name is enough. Error messages start with `name` or with the file.
+    Files may be compressed (`.gz`, `.xz`, `.bz2`, `.zst`) or inside a `.zip`: ``file.zip/inner.csv`` is a
+    file inside an archive, and ``file.zip`` is enough if the archive has only one CSV file. `columns` selects
+    columns by name. If it is empty, date columns (`DATE_COLUMNS`) and index columns at the start
+    (`INDEX_COLUMN`) are skipped, and all other columns must contain numbers. `missing` is one of
+    `MISSING_POLICIES`. Error messages start with `name` or with the file.
     """
     check_choice(f"{name}: missing", missing, MISSING_POLICIES)
     if isinstance(source, Series):
@@ -76,6 +80,7 @@ def read_series(
 
 
 def _select_columns(series: Series, columns: Sequence[str], owner: str) -> Series:
+    """Return the series with only these columns, in this order. All columns if `columns` is empty."""
     if not columns or tuple(columns) == series.names:
         return series
     for column in columns:
@@ -85,7 +90,7 @@ def _select_columns(series: Series, columns: Sequence[str], owner: str) -> Serie
 
 
 def _fill_missing(series: Series, missing: str, owner: str) -> Series:
-    """Fill missing values, or raise an error that names the column; infinite values are always an error."""
+    """Fill missing values, or raise an error that names the column. Infinite values always raise an error."""
     values = series.values
     if np.isinf(values).any():
         row, column = map(int, np.argwhere(np.isinf(values))[0])
@@ -113,6 +118,7 @@ def _fill_missing(series: Series, missing: str, owner: str) -> Series:
 
 
 def _from_array(source: ArrayLike | DataFrame, name: str) -> Series:
+    """Read numbers ``[rows]`` or ``[rows channels]``. Channels are named by their index."""
     try:
         values = np.asarray(source, dtype=np.float64)
     except (TypeError, ValueError):
@@ -126,7 +132,7 @@ def _from_array(source: ArrayLike | DataFrame, name: str) -> Series:
 
 
 def _from_table(source: DataFrame, columns: Sequence[str], name: str) -> Series:
-    """Read a DataFrame of any library: it has `columns` and can be indexed by column name."""
+    """Read a DataFrame of any library."""
     first = _count_index_columns(
         [str(column) for column in source.columns], lambda at: source[source.columns[at]]
     )
@@ -152,6 +158,7 @@ def _from_table(source: DataFrame, columns: Sequence[str], name: str) -> Series:
 
 
 def _from_file(path: Path, columns: Sequence[str]) -> Series:
+    """Read a CSV file."""
     text = _read_text(path)
     lines = csv.reader(io.StringIO(text, newline=""))
     header = [each.strip() for each in next(lines, [])]
@@ -181,8 +188,10 @@ def _from_file(path: Path, columns: Sequence[str]) -> Series:
 
 
 def _count_index_columns(names: Sequence[str], column: Callable[[int], Iterable[object]]) -> int:
-    """Number of index columns at the start of a table: columns with an index name that hold increasing integers or no
-    numbers. The last column never counts as an index.
+    """Return the number of index columns at the start of a table. `column` returns the cells of a column.
+
+    An index column has an index name, and contains increasing integers or no numbers. The last column is
+    never an index.
     """
     count = 0
     while count < len(names) - 1 and INDEX_COLUMN.fullmatch(names[count].strip()):
@@ -196,6 +205,7 @@ def _count_index_columns(names: Sequence[str], column: Callable[[int], Iterable[
 
 
 def _parse_column(path: Path, name: str, cells: list[str]) -> np.ndarray:
+    """Convert the cells of a column to numbers. Missing values become NaN; other text raises an error."""
     try:
         return np.array(cells).astype(np.float64)
     except ValueError:
@@ -210,7 +220,7 @@ def _parse_column(path: Path, name: str, cells: list[str]) -> np.ndarray:
 
 
 def _parse_number(cell: str) -> float | None:
-    """The number in a cell, NaN if the cell is empty, None if it is not a number."""
+    """Return the number in a cell, NaN if the value is missing, or None if the cell is not a number."""
     if cell.strip().lower() in MISSING_CELLS:
         return float("nan")
     try:
@@ -220,7 +230,7 @@ def _parse_number(cell: str) -> float | None:
 
 
 def _read_text(path: Path) -> str:
-    """Decode a file as UTF-8, or as Latin-1 if it is not valid UTF-8."""
+    """Read a file as UTF-8, or as Latin-1 if it is not valid UTF-8."""
     data = _read_bytes(path)
     try:
         return data.decode("utf-8-sig")
@@ -229,6 +239,7 @@ def _read_text(path: Path) -> str:
 
 
 def _read_bytes(path: Path) -> bytes:
+    """Read a file, decompressed, or a file inside a .zip archive."""
     archive = next((each for each in (path, *path.parents) if each.suffix == ".zip" and each.is_file()), None)
     if archive is not None:
         return _read_zip_member(archive, path)
@@ -241,7 +252,7 @@ def _read_bytes(path: Path) -> bytes:
 
 
 def _read_zip_member(archive: Path, path: Path) -> bytes:
-    """Read a CSV file inside a .zip archive, by its path or its file name."""
+    """Read a CSV file inside a .zip archive, given by its path or file name."""
     try:
         with zipfile.ZipFile(archive) as opened:
             inside = [each for each in opened.namelist() if each.lower().endswith(".csv")]

@@ -1,4 +1,6 @@
-"""Training of forecasting networks: the source of windows, the training task, and captured CUDA steps."""
+"""Training of forecasting networks: the source of windows, the training task, and steps captured as CUDA
+graphs.
+"""
 
 from __future__ import annotations
 
@@ -28,18 +30,20 @@ from remanence.train.sources import Source, make_source
 from remanence.train.task import Gradients
 
 VALIDATION_WINDOWS = 2048
-"""Approximate number of evenly spaced validation windows; neighbouring windows differ in a single row."""
+"""Maximum number of validation windows used. They are evenly spaced, because neighbouring windows differ in
+only one row.
+"""
 
 
 class WindowSource:
-    """A training source of windows, shuffled every epoch. The whole series is on the training device."""
+    """Training windows of a series, shuffled every epoch. The whole series is held on the training device."""
 
     def __init__(
         self, config: TrainConfig, batch: int, series: Series | None = None, rank: int = 0, world: int = 1
     ) -> None:
         data = config.data
         assert isinstance(data, ForecastData)
-        forecast: ForecastConfig = config.forecast  # type: ignore[attr-defined]  # a field of this vertical
+        forecast: ForecastConfig = config.forecast  # type: ignore[attr-defined]  # from `TrainFields`
         self.config, self.batch, self.rank, self.world = config, batch, rank, world
         if series is None:
             if data.path is None:
@@ -63,17 +67,21 @@ class WindowSource:
 
     @property
     def digest(self) -> str:
-        """Digest of the standardised series, its names and its borders."""
+        """Digest of the standardised series, its channel names and its split borders."""
         values = hashlib.sha256(repr((self.protocol.names, self.protocol.borders)).encode())
         values.update(self.protocol.values.numpy().tobytes())
         return values.hexdigest()[:32]
 
     def _shuffle(self, epoch: int) -> Tensor:
+        """Return the random order of the training windows in an epoch."""
         order = step_rng(self.config.seed, epoch).permutation(self.train.num_windows)
         return torch.from_numpy(order).to(self.train.values.device)
 
     def step(self, number: int) -> WindowBatch:
-        """The windows of a step on this process. A batch may span two epochs, so all batches have the same size."""
+        """Return the batch of a step for this process.
+
+        A batch may contain windows of two epochs, so that all batches have the same size.
+        """
         first = (number * self.world + self.rank) * self.batch
         pieces, at, end = [], first, first + self.batch
         while at < end:
@@ -88,12 +96,13 @@ class WindowSource:
         return WindowBatch(x, targets, self.train.first + index)
 
     def network(self) -> Network:
+        """Build a new network for this data, with the scaler of the training part."""
         network = make_network(self.shape)
         network.scaler = self.protocol.scaler
         return network
 
     def validate(self, network: Network) -> float:
-        """Mean squared error on the validation part."""
+        """Return the mean squared error on the validation part."""
         network.eval()
         try:
             return compute_errors(network, self.val, every=-(-self.val.num_windows // VALIDATION_WINDOWS)).mse
@@ -102,15 +111,15 @@ class WindowSource:
 
 
 def make_window_source(config: TrainConfig, batch: int, rank: int, world: int) -> WindowSource:
-    """Build the training source of data.kind=forecast."""
+    """Build the training source for data.kind=forecast."""
     return WindowSource(config, batch, None, rank, world)
 
 
 class ForecastTask:
-    """The `remanence.train.TrainTask` of forecasting networks."""
+    """The implementation of `remanence.train.TrainTask` for forecasting networks."""
 
     prefetch = False
-    """False, because the data is already on the training device."""
+    """Whether batches are loaded in advance. Not needed, because the data is already on the training device."""
 
     def __init__(self, config: TrainConfig, world: World, source: Source | None = None) -> None:
         self.config, self.world = config, world
@@ -120,16 +129,19 @@ class ForecastTask:
         return self.source.network()
 
     def shard(self, model: Network) -> Network:
-        """Return the model unchanged: weights are replicated, and `gradients` averages over processes."""
+        """Return the model unchanged. Every process has all weights, and `gradients` averages over processes."""
         return model
 
     def stored_config(self, folder: Path, model: Network) -> NetworkConfig:
+        """Return the configuration of the network in a checkpoint."""
         return read_network_config(folder)
 
     def captured_steps(self, model: Network, begins: bool) -> CapturedStep:
+        """Return the object that captures training steps as a CUDA graph."""
         return CapturedStep(model, self.config)
 
     def before_step(self, model: Network, carried: State | None, number: int) -> State | None:
+        """Return the carried state unchanged."""
         return carried
 
     def gradients(
@@ -142,7 +154,11 @@ class ForecastTask:
         graph: CapturedStep | None,
         carried: State | None,
     ) -> Gradients:
-        """Run forward and backward. Dropout is seeded by step and rank, so that a resumed run repeats it."""
+        """Run the forward and backward pass. Returns the loss, the number of input values and the trace.
+
+        Dropout is seeded by step and rank, so that a resumed run repeats it. `graph` is the captured step, or
+        None to run without a CUDA graph.
+        """
         torch.manual_seed((self.config.seed * 1_000_003 + number + self.world.rank * 2**32) % 2**63)
         (batch,) = batches
         if graph is not None:
@@ -153,19 +169,25 @@ class ForecastTask:
                 loss, trace = model.loss(batch)
             loss.backward()
         average_gradients(model, self.world)
-        # All processes have the same number of windows, so the mean of their losses is the loss of the step.
+        # All processes have the same number of windows, so the loss of the step is the mean over processes.
         return Gradients(loss.detach() / self.world.size, batch.x.numel() * self.world.size, trace)
 
     def validate(self, model: Network) -> float:
-        """Mean over processes of the validation error; each process validates all windows, and rounding may differ."""
+        """Return the validation error, averaged over processes.
+
+        Each process validates the same windows; only rounding may differ.
+        """
         return self.world.total(self.source.validate(model))[0] / self.world.size
 
 
 class CapturedStep:
-    """Forward and backward of a training step as a CUDA graph, on CUDA unless the config disables it."""
+    """The forward and backward pass of a training step as a CUDA graph.
+
+    It is used on CUDA devices unless the config disables it.
+    """
 
     EAGER = 2
-    """Number of eager steps before the capture, in which kernels are compiled."""
+    """Number of steps that run without a graph before the capture, while kernels are compiled."""
 
     def __init__(self, network: Network, config: TrainConfig) -> None:
         self.network, self.config, self.steps = network, config, 0
@@ -173,12 +195,19 @@ class CapturedStep:
         self.wanted = network.device.type == "cuda" and config.graph is not False
 
     def of(self, batches: list[WindowBatch], _: object = None) -> CapturedStep | None:
+        """Return this object if the step is captured, or None if it must run without a graph.
+
+        Capture happens here, after `EAGER` steps.
+        """
         self.steps += 1
         if self.graph is None and self.wanted and self.steps > self.EAGER:
             self._capture(batches[0])
         return None if self.graph is None else self
 
     def _capture(self, batch: WindowBatch) -> None:
+        """Capture the step. If this fails, steps run without a graph, or an error is raised if the config
+        requires it.
+        """
         self.batch = WindowBatch(*(part.clone() for part in batch))
 
         def step() -> tuple[Tensor, Trace]:
@@ -191,7 +220,7 @@ class CapturedStep:
 
         try:
             self.graph, self.found = capture(step, self.network.device)
-        except RuntimeError as error:  # eager steps work as well
+        except RuntimeError as error:  # training continues without a graph
             if self.config.graph:
                 raise ValueError(f"graph: expected a step that can be captured, but {error}") from None
             logging.getLogger("remanence").info("training steps: launched by the host: %s", error)
@@ -200,6 +229,7 @@ class CapturedStep:
         self.grads = [parameter.grad for parameter in self.network.parameters()]
 
     def __call__(self, batch: WindowBatch) -> tuple[Tensor, Trace]:
+        """Run the captured step on a batch. Returns the loss and the trace, and sets the gradients."""
         assert self.graph is not None
         for held, part in zip(self.batch, batch, strict=True):
             held.copy_(part, non_blocking=True)

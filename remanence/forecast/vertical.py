@@ -1,4 +1,4 @@
-"""Registration of `remanence.forecast` with the core package. Imports no torch."""
+"""Registration of `remanence.forecast` with the core package. Does not import torch."""
 
 from remanence.verticals import Vertical
 
@@ -23,3 +23,4 @@ VERTICAL = Vertical(
         "remanence.train.papers:forecasting": "remanence.forecast.recipes:forecasting",
     },
 )
+"""Data kind, training task, evaluation and model type that this package adds to the core package."""

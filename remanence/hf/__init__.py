@@ -1,8 +1,9 @@
-"""Our models in Hugging Face: after ``import remanence.hf``, or with ``trust_remote_code=True``, its Auto classes read
-the folders that `Model.save` writes.
+"""Remanence models as Hugging Face models. After ``import remanence.hf``, or with ``trust_remote_code=True``,
+the Auto classes of transformers can load the folders that `Model.save` writes.
 
-``generate``, pipelines, the Trainer and lm-eval then work as on any causal language model. The native model is inside,
-with all that it can do: ``hf_model(tokens, memory_mode="frozen")``. A pretrained model gets a memory by `attach`.
+``generate``, pipelines, the Trainer and lm-eval then work as with any causal language model. The attribute
+``model`` is the native `Model`, and its memory modes are available: ``hf_model(tokens, memory_mode="frozen")``.
+`attach` adds a memory to a pretrained model.
 """
 
 try:

@@ -1,4 +1,4 @@
-"""A pretrained model with a memory as a causal language model of transformers: `attach` and `detach`."""
+"""The transformers model class for a pretrained model with a memory, and the functions `attach` and `detach`."""
 
 from __future__ import annotations
 
@@ -28,15 +28,17 @@ from remanence.runtime.terminal import echo
 
 
 class AttachedConfig(FolderConfig):
-    """Of a pretrained model with a memory: what was attached, where the pretrained model is found, and what
-    transformers asks any configuration.
+    """The transformers configuration of a pretrained model with a memory. It contains the `AttachConfig`, the
+    source of the pretrained model, and the fields that transformers expects in every configuration.
     """
 
     model_type = KIND
     auto = attached_folder.AUTO
 
     base: dict[str, Any] | None = None
+    """The fields of the `PretrainedSource` from which the pretrained model is loaded."""
     remanence: dict[str, Any] | None = None
+    """The fields of the `AttachConfig`; None in a configuration made without arguments."""
 
     def __init__(
         self, base: Mapping[str, Any] | None = None, remanence: Mapping[str, Any] | None = None, **kwargs: Any
@@ -53,14 +55,15 @@ class AttachedConfig(FolderConfig):
 
 
 INHERITED_FIELDS = ("bos_token_id", "eos_token_id", "pad_token_id", "max_position_embeddings")
-"""What a configuration takes over from the pretrained model's."""
+"""Fields that `AttachedConfig` copies from the configuration of the pretrained model."""
 
 
 class AttachedForCausalLM(RemanenceForCausalLM):
-    """A pretrained model with a memory, as `remanence.attach` makes it or ``from_pretrained`` finds it in a folder.
+    """A pretrained model with a memory, made by `remanence.attach` or loaded from a folder by
+    ``from_pretrained``.
 
-    ``.model`` is what sessions and our own training use, ``.model.base`` the pretrained model. Only what is new is
-    trained and saved.
+    The attribute ``model`` is the `Attached` model, which sessions and this package's training use;
+    ``model.base`` is the pretrained model. Only the parameters of memories and LoRA are trained and saved.
     """
 
     config_class = AttachedConfig  # type: ignore[assignment]
@@ -91,11 +94,13 @@ class AttachedForCausalLM(RemanenceForCausalLM):
         return self.model.base.get_output_embeddings()
 
     def set_input_embeddings(self, value: nn.Module) -> None:
+        """Always raises a ValueError, because the pretrained model must not be changed."""
         raise ValueError(
             "value: expected none, as the pretrained model is left as it is, got other embeddings"
         )
 
     def resize_token_embeddings(self, *args: Any, **kwargs: Any) -> nn.Embedding:
+        """Always raises a ValueError, because the pretrained model must not be changed."""
         raise ValueError(
             "new_num_tokens: expected the pretrained model's vocabulary; resize it before attaching"
         )
@@ -109,7 +114,7 @@ class AttachedForCausalLM(RemanenceForCausalLM):
         )
 
     def save_pretrained(self, save_directory: Any, *args: Any, **kwargs: Any) -> None:
-        """What is new: weights, configuration, and the pretrained model's name."""
+        """Save the parameters of memories and LoRA, the configuration, and the name of the pretrained model."""
         self.model.save(save_directory)
         self.generation_config.save_pretrained(save_directory)
 
@@ -122,7 +127,9 @@ class AttachedForCausalLM(RemanenceForCausalLM):
         dtype: Any = None,
         **kwargs: Any,
     ) -> AttachedForCausalLM:
-        """The attached model of a folder. The pretrained one is found by the name that the folder has, or is `base`."""
+        """Load an attached model from a folder. `base` is the pretrained model, its folder or its name; None:
+        the pretrained model named in the folder's config.json.
+        """
         dtype = kwargs.get("torch_dtype") if dtype is None else dtype
         dtype = getattr(torch, dtype) if isinstance(dtype, str) and dtype != "auto" else dtype
         loaded = attached_folder.load(
@@ -147,25 +154,27 @@ def attach(
     memory: Kind | None = None,
     **fields: Unpack[AttachFields],
 ) -> AttachedForCausalLM:
-    """A pretrained causal language model with a memory whose output is initialised to zero: before training, the logits
-    are the model's own.
+    """Add a memory to a pretrained causal language model, and return the combined model. The output of the
+    memory is initialised to zero, so before training the logits are those of the pretrained model.
 
     Args:
-        model: a model of transformers, of a family with an adapter (docs/base-models.md) or, if `attention` names its
-            attention modules, another; or the folder, name or GGUF file of one. It is not copied: it becomes a part of
-            the returned model, its weights frozen. `detach` returns it as it was.
+        model: a transformers model, or its folder, hub name or GGUF file. Its family must have an adapter
+            (docs/base-models.md), unless `attention` names its attention modules. The model is not copied: it becomes
+            a part of the returned model, with frozen weights. `detach` restores it.
         config: all settings as one `AttachConfig`, instead of the keyword arguments.
-        every: a memory in every so many layers; None: in every eighth. A store is in one, at three quarters of the
-            depth.
-        layers: or in these, counted from 0.
+        every: add a neural memory to every `every`-th layer; None: to every eighth. A kNN store is added to one layer
+            only, at three quarters of the depth.
+        layers: indices of the layers that get a memory, counted from 0, instead of `every`.
         kind: "neural", or "knn" for a store of past keys and values (needs a window).
-        place: of a neural memory: "beside" attention (MAG) or in "front" of it (MAL).
-        window: tokens that attention is narrowed to; None leaves it as it is. Constant memory needs one.
-        sinks: the first tokens of a text, which a narrowed attention sees as well.
-        attention: the name of the attention modules in their layers, for other families.
-        lora: the rank of trained changes to the attention's projections (extra `lora`); 0: none.
+        place: position of a neural memory: "beside" attention (as in MAG) or in "front" of it (as in MAL).
+        window: number of tokens that attention is limited to; None: the model's own attention. The state has a constant
+            size only with a window.
+        sinks: number of tokens at the start of a text that attention with a window sees in addition.
+        attention: the name of the attention module within each layer, for families without an adapter.
+        lora: the rank of LoRA on the attention's projections (needs the extra `lora`); 0: no LoRA.
         memory: deprecated: use `kind`.
-        fields: of the memory: those of `MemoryConfig` (heads, head_dim, chunk, ...) or of `KnnConfig` (k, size, ...).
+        fields: settings of the memory: fields of `MemoryConfig` (heads, head_dim, chunk, ...) or, with kind="knn", of
+            `KnnConfig` (k, size, ...).
     """
     if memory is not None:
         warnings.warn("attach(memory=...) is deprecated: use kind=", DeprecationWarning, stacklevel=2)
@@ -185,13 +194,16 @@ def attach(
 
 
 def _layers(layers: Sequence[int] | None) -> tuple[int, ...]:
-    """Layers as a tuple; an empty one would be the default."""
+    """Convert `layers` to a tuple, empty for None. An empty sequence is an error, as () means the default
+    layers.
+    """
     if layers is not None and not len(layers):
         raise ValueError("layers: expected at least one of the model's layers, or None, got none")
     return () if layers is None else tuple(layers)
 
 
 def _attach(model: Any, config: AttachConfig) -> AttachedForCausalLM:
+    """Load and check the pretrained model, complete the configuration for it, and attach the memory."""
     source = None
     attached_folder.check_unattached(model)
     if isinstance(model, str | Path):
@@ -209,8 +221,8 @@ def _attach(model: Any, config: AttachConfig) -> AttachedForCausalLM:
 
 
 def detach(model: AttachedForCausalLM | Attached) -> Any:
-    """The pretrained model of an attached one, as it was before `attach`: without hooks, LoRA or a narrowed window, and
-    with the same trainable parameters. The attached model cannot be used any more.
+    """Undo `attach` and return the pretrained model: remove hooks, LoRA and the window, and make the same
+    parameters trainable as before. The attached model cannot be used afterwards.
     """
     attached = model.model if isinstance(model, AttachedForCausalLM) else model
     if not isinstance(attached, Attached):
@@ -222,7 +234,9 @@ def detach(model: AttachedForCausalLM | Attached) -> Any:
 
 @torch.no_grad()
 def _check_logits(model: Any, found: Attached) -> None:
-    """Refuse a model whose logits are more than its output embeddings make of the last hidden state."""
+    """Raise a ValueError if the model does not compute its logits from the last hidden state by its output
+    embeddings alone, for example if it scales them.
+    """
     tokens = torch.arange(4, device=found.device).unsqueeze(0) % found.config.vocab_size
     if not torch.equal(model(tokens).logits, found(tokens)[0]):
         raise ValueError(

@@ -1,4 +1,4 @@
-"""A model of ours as transformers' configuration, causal language model and cache."""
+"""The transformers classes for a native `Model`: configuration, causal language model and cache."""
 
 from __future__ import annotations
 
@@ -30,34 +30,41 @@ from remanence.model import Model, State, Trace
 
 
 class FolderConfig(PreTrainedConfig):
-    """A configuration whose folder says by itself where Hugging Face finds its classes."""
+    """The base class of configurations that save a small module beside them, from which the Auto classes
+    import.
+    """
 
     auto: ClassVar[Auto]
+    """The module to write into the folder, and the class names that the Auto classes import from it."""
     keys_to_ignore_at_inference: ClassVar[list[str]] = ["past_key_values"]
 
     def save_pretrained(self, save_directory: Any, push_to_hub: bool = False, **kwargs: Any) -> None:
-        """As of every configuration, with the module that its ``auto_map`` names."""
+        """Save the configuration as transformers does, and write the module that its ``auto_map`` names."""
         Path(save_directory).mkdir(parents=True, exist_ok=True)
         self.auto.write(Path(save_directory))
         super().save_pretrained(save_directory, push_to_hub=push_to_hub, **kwargs)
 
     @classmethod
     def register_for_auto_class(cls, auto_class: Any = "AutoConfig") -> None:
-        """Nothing: a folder names this package, and needs no copy of its source."""
+        """Does nothing. Saved model folders refer to the installed package, so the source code need not be
+        copied into them.
+        """
 
 
 class RemanenceConfig(FolderConfig):
-    """``RemanenceConfig(preset("tiny", "mag"))``: a `ModelConfig` in transformers' clothes.
+    """The transformers configuration of a native model: ``RemanenceConfig(preset("tiny", "mag"))``.
 
-    The entry ``remanence`` is what counts; the names beside it that transformers looks for (``vocab_size``, ...) follow
-    from it. Its digest, where it has one, is checked here and not kept: what transformers writes has none, as the entry
-    may be changed in between.
+    The entry ``remanence`` holds the fields of the `ModelConfig`. The fields that transformers expects
+    (``vocab_size``, ...) are computed from it. If the entry has a digest, the constructor checks it and
+    removes it. Files that transformers writes therefore have no digest, because the entry may have been
+    changed since.
     """
 
     model_type = "remanence"
     auto = AUTO
 
     remanence: dict[str, Any] | None = None
+    """The fields of the `ModelConfig`, without a digest."""
 
     def __init__(self, remanence: ModelConfig | Mapping[str, Any] | None = None, **kwargs: Any) -> None:
         if remanence is None:
@@ -71,7 +78,9 @@ class RemanenceConfig(FolderConfig):
 
     @property
     def native(self) -> ModelConfig:
-        """The configuration that the native model is made from."""
+        """The `ModelConfig` of the native model. Raises a ValueError if a field of transformers contradicts
+        it.
+        """
         native = ModelConfig.from_dict(self.remanence or {})
         for name, value in _transformers_fields(native).items():
             if getattr(self, name) != value:
@@ -82,7 +91,7 @@ class RemanenceConfig(FolderConfig):
 
 
 def _transformers_fields(native: ModelConfig) -> dict[str, Any]:
-    """What transformers calls a configuration's fields."""
+    """The fields that transformers expects (``vocab_size``, ...) and their values for a native configuration."""
     described = describe(native, torch.float32)
     return {
         name: described[name]
@@ -92,30 +101,30 @@ def _transformers_fields(native: ModelConfig) -> dict[str, Any]:
 
 
 class RemanenceCache(Cache):
-    """A `State` where transformers keeps keys and values: each call puts a new one here. Begin from any with its
-    constructor.
+    """The cache class for ``past_key_values``. It holds a `State`, which each call of the model replaces.
+    Pass a state to the constructor to continue from it.
 
-    Its length counts columns of the batch, padding included, because ``generate`` cuts its inputs by that; how many
-    tokens each row has read is ``state.position``.
+    `length` counts the columns of the batch, including padding, because ``generate`` uses it to cut its
+    inputs. The number of tokens that each row has read is ``state.position``.
     """
 
     def __init__(self, state: State | None = None) -> None:
         super().__init__(layers=[])
         self.state = state
         self.length = 0 if state is None else int(state.position.max())
-        # Columns since the last one with padding: as many tokens can be counted back.
+        # Number of columns after the last column with padding. At most this many tokens can be cropped.
         self.unpadded = self.length
 
     @classmethod
     def from_file(
         cls, path: str | Path, model: RemanenceForCausalLM, *, force: bool = False
     ) -> RemanenceCache:
-        """What a memory file holds, to go on from: ``model.generate(prompt, past_key_values=cache)`` reads the prompt
-        alone, after all that the memory has read. One document's memory serves every prompt of a batch. `force` accepts
-        a memory made with other weights.
+        """Load a cache from a memory file. ``model.generate(prompt, past_key_values=cache)`` then reads the
+        prompt as a continuation of the text that the memory has read. If the file holds one document, its
+        memory is used for every prompt of a batch. `force` accepts a memory made with other weights.
         """
         cache = cls(memfile.load(path, model.model, force=force))
-        cache.length = cache.unpadded = 0  # what was read is no column of the prompts
+        cache.length = cache.unpadded = 0  # the text read before is not a part of the prompts
         return cache
 
     def __repr__(self) -> str:
@@ -125,23 +134,29 @@ class RemanenceCache(Cache):
         return 0 if self.state is None else len(self.state.blocks)
 
     def advance(self, state: State, tokens: Tensor, mask: Tensor | None) -> None:
-        """Keep the state after a call with these tokens."""
+        """Store the state after a call with `tokens` ``[b t]``, and update the lengths. `mask`: false at
+        padding.
+        """
         self.state = state
         self.length += tokens.shape[1]
         whole = tokens.shape[1] if mask is None else int(mask.all(0).flip(0).cumprod(0).sum())
         self.unpadded = whole + (self.unpadded if whole == tokens.shape[1] else 0)
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
+        """Number of columns read so far, including padding."""
         return self.length
 
     def get_max_length(self, layer_idx: int | None = None) -> int:
+        """-1: the length is not limited."""
         return -1
 
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
+        """The length and the offset of attention masks, as transformers asks for them."""
         return self.length + query_length, 0
 
     @property
     def batch_size(self) -> int:
+        """Number of rows of the state; -1 before the first call."""
         return -1 if self.state is None else len(self.state.position)
 
     @property
@@ -150,12 +165,12 @@ class RemanenceCache(Cache):
 
     @property
     def is_croppable(self) -> bool:
-        """Not anywhere, which is what transformers asks; but see `crop`."""
+        """False, because only the latest tokens can be removed. `crop` removes them."""
         return False
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Take back the last tokens, whose number transformers gives below zero. They must lie in the memories' open
-        chunk.
+        """Remove the last tokens. Their number is negative, by the convention of transformers. They must be
+        in the open chunk of the memories.
         """
         tokens = -tokens_to_remove
         if not 0 <= tokens <= self.unpadded:
@@ -171,13 +186,16 @@ class RemanenceCache(Cache):
         self.state, self.length, self.unpadded = None, 0, 0
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
+        """Select rows of the state by index, for beam search."""
         self.batch_select_indices(beam_idx)
 
     def batch_select_indices(self, indices: Tensor) -> None:
+        """Keep only the rows of the state with these indices, in this order."""
         if self.state is not None:
             self.state = self.state.rows(indices)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
+        """Repeat each row of the state `repeats` times."""
         if self.state is not None:
             self.state = self.state.map(lambda tensor: tensor.repeat_interleave(repeats, 0))
 
@@ -187,11 +205,15 @@ UNSUPPORTED_ARGUMENTS = {
     "position_ids": "tokens are read in the order they stand, counted from the document's start",
     "output_attentions": "attention weights are never laid out",
 }
+"""Arguments of `forward` that transformers knows and this model does not support, with the reason for the
+error.
+"""
 
 
 class RemanenceForCausalLM(PreTrainedModel, GenerationMixin):
-    """``AutoModelForCausalLM.from_pretrained(folder)``, or ``RemanenceForCausalLM(RemanenceConfig(config))`` for a new
-    one.
+    """A native `Model` as a causal language model of transformers. Load one with
+    ``AutoModelForCausalLM.from_pretrained(folder)``, or make a new one with
+    ``RemanenceForCausalLM(RemanenceConfig(config))``.
     """
 
     config_class = RemanenceConfig
@@ -206,7 +228,7 @@ class RemanenceForCausalLM(PreTrainedModel, GenerationMixin):
         self.model = Model(config.native)
         for parameter in self.model.parameters():
             if not parameter.is_meta:
-                parameter._is_hf_initialized = True  # by its own constructor
+                parameter._is_hf_initialized = True  # the constructor of Model has initialised it
         self.post_init()
 
     @can_return_tuple
@@ -222,17 +244,18 @@ class RemanenceForCausalLM(PreTrainedModel, GenerationMixin):
         memory_mode: Mode | None = None,
         **kwargs: Any,
     ) -> CausalLMOutputWithPast:
-        """The native model's logits, and the loss if there are labels.
+        """Compute the logits ``[b t v]`` and, if there are labels, the loss.
 
         Args:
-            attention_mask: false at padding, for these tokens or for all that came before them too.
-            past_key_values: None at a document's start, then what the call before returned; changed to hold the new
-                state.
-            labels: the tokens themselves, -100 where they do not count; shifted here.
-            use_cache: whether to return a cache; by default not in training, unless one is given.
-            logits_to_keep: only those of so many last tokens, 0 for all; or of these places.
-            memory_mode: "on", "off", "frozen" or "fresh"; None: ``model.model.memory_mode``. Also of ``generate``.
-            kwargs: for the loss, as the Trainer's ``num_items_in_batch``.
+            attention_mask: false at padding; covers the tokens of this call, or earlier tokens as well.
+            past_key_values: the cache that the previous call returned, or None at the start of a document. It is
+                updated in place.
+            labels: the tokens themselves, not shifted; -100 for tokens that the loss ignores.
+            use_cache: whether to return a cache; by default true, except in training without a given cache.
+            logits_to_keep: number of last tokens whose logits are returned, 0 for all; or a tensor of their indices.
+            memory_mode: "on", "off", "frozen" or "fresh"; None: ``model.model.memory_mode``. ``generate`` accepts it
+                as well.
+            kwargs: further arguments of the loss function, such as the Trainer's ``num_items_in_batch``.
         """
         for name, reason in UNSUPPORTED_ARGUMENTS.items():
             given = kwargs.pop(name, None)
@@ -245,7 +268,7 @@ class RemanenceForCausalLM(PreTrainedModel, GenerationMixin):
                 f"past_key_values: expected a RemanenceCache or None, got {type(past_key_values).__name__}"
             )
         cache = RemanenceCache() if past_key_values is None else past_key_values
-        if cache.batch_size == 1 < len(input_ids):  # one memory for all prompts, and for every beam
+        if cache.batch_size == 1 < len(input_ids):  # use one memory for all prompts and beams
             cache.batch_repeat_interleave(len(input_ids))
         mask = (
             None
@@ -259,7 +282,7 @@ class RemanenceForCausalLM(PreTrainedModel, GenerationMixin):
         logits = self.model.logits(trace.hidden[:, kept])
         loss = None
         if labels is not None:
-            if mask is not None:  # what follows padding is predicted from nothing
+            if mask is not None:  # a token after padding has no earlier token to be predicted from
                 labels = labels.masked_fill(~mask.roll(1, 1), -100)
             loss = self.loss_function(
                 logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs
@@ -280,12 +303,16 @@ class RemanenceForCausalLM(PreTrainedModel, GenerationMixin):
         every_layer: bool | None,
         memory_mode: Mode | None,
     ) -> tuple[Trace, Any]:
-        """The native model's trace and, if wanted, what went into each layer, with the last one's normalised output."""
+        """The trace of the native model; and, if `every_layer`, the input of each layer followed by the
+        normalised output of the last layer, else None.
+        """
         trace = self.model.trace(tokens, state, mask=mask, memory_mode=memory_mode)
         return trace, (*trace.layers, trace.hidden) if every_layer else None
 
     def _validate_model_kwargs(self, model_kwargs: dict[str, Any]) -> None:
-        """``generate`` goes on from the last column, so that every row must end in a token."""
+        """Raise a ValueError if a row ends in padding: ``generate`` continues from the last column, so every
+        row must end in a token.
+        """
         super()._validate_model_kwargs(model_kwargs)  # type: ignore[misc]
         mask = model_kwargs.get("attention_mask")
         if mask is not None and not bool(mask[:, -1].all()):
@@ -295,15 +322,17 @@ class RemanenceForCausalLM(PreTrainedModel, GenerationMixin):
 
     @classmethod
     def register_for_auto_class(cls, auto_class: Any = "AutoModel") -> None:
-        """Nothing, as of the configuration."""
+        """Does nothing, as `FolderConfig.register_for_auto_class`."""
 
     @classmethod
     def _supports_default_dynamic_cache(cls) -> bool:
+        """False: ``generate`` must use a `RemanenceCache`."""
         return False
 
     def _prepare_cache_for_generation(  # type: ignore[override]
         self, generation_config: GenerationConfig, model_kwargs: dict[str, Any], *rest: Any
     ) -> None:
+        """Let ``generate`` start with an empty `RemanenceCache`, unless it is given one or uses none."""
         super()._prepare_cache_for_generation(generation_config, model_kwargs, *rest)  # type: ignore[misc]
         if generation_config.use_cache is not False and model_kwargs.get("past_key_values") is None:
             model_kwargs["past_key_values"] = RemanenceCache()
@@ -323,7 +352,7 @@ class RemanenceForCausalLM(PreTrainedModel, GenerationMixin):
         self.model.embed = value
 
     def get_output_embeddings(self) -> nn.Module | None:
-        """The layer that makes logits; None if they use the input embeddings' weights, as then there is none."""
+        """The layer that computes the logits; None if the logits use the weights of the input embeddings."""
         return self.model.head
 
     def set_output_embeddings(self, new_embeddings: nn.Module) -> None:
@@ -333,12 +362,13 @@ class RemanenceForCausalLM(PreTrainedModel, GenerationMixin):
         self.model.head = new_embeddings
 
     def resize_token_embeddings(self, *args: Any, **kwargs: Any) -> nn.Embedding:
+        """Resize the vocabulary, and update the configuration and the token frequencies to match."""
         embed = super().resize_token_embeddings(*args, **kwargs)
         self.config.vocab_size = embed.num_embeddings
         self.config.remanence = {**self.config.remanence, "vocab_size": embed.num_embeddings}
         self.model.config = self.config.native
         table = self.model.log_unigrams
-        if table is not None:  # what is new has not been counted: it is as rare as the rarest
+        if table is not None:  # new tokens have no counts: treat them as the rarest known token
             more = table.detach().min().expand(max(0, embed.num_embeddings - len(table)))
             self.model.log_unigrams = nn.Parameter(
                 torch.cat([table.detach()[: embed.num_embeddings], more]), requires_grad=False
@@ -346,15 +376,15 @@ class RemanenceForCausalLM(PreTrainedModel, GenerationMixin):
         return embed
 
     def _init_weights(self, module: nn.Module) -> None:
-        """Rows new in the vocabulary, at the scale of the others' beginning. All else is done by
-        `initialize_weights`.
+        """Initialise new rows of the vocabulary, with the scale of a new model. `initialize_weights` does the
+        rest.
         """
         if isinstance(module, (nn.Embedding, nn.Linear)):
             nn.init.normal_(module.weight, std=self.config.hidden_size**-0.5)
 
     @torch.no_grad()
     def initialize_weights(self) -> None:
-        """Give every parameter that no constructor and no checkpoint has set the value it has in a new native model."""
+        """Set each parameter that no constructor or checkpoint has initialised to its value in a new `Model`."""
         missing = {
             name: weight
             for name, weight in self.model.named_parameters()
@@ -374,8 +404,8 @@ class RemanenceForCausalLM(PreTrainedModel, GenerationMixin):
         ignore_mismatched_sizes: bool = False,
         **kwargs: Any,
     ) -> Any:
-        """As of every model, but a tensor that is missing, left over or of a wrong shape is an error, never a random
-        weight.
+        """Load a model as transformers does, but raise a ValueError if a tensor is missing, unexpected or of
+        a wrong shape. transformers would initialise such a weight at random.
         """
         kwargs.setdefault("key_mapping", {f"^model.{old}": f"model.{new}" for old, new in TENSORS.items()})
         loaded: Any = super().from_pretrained(
@@ -387,11 +417,11 @@ class RemanenceForCausalLM(PreTrainedModel, GenerationMixin):
         )
         (model, found), where = loaded, pretrained_model_name_or_path
         model.model.folder = Path(where) if Path(where).is_dir() else None
-        for parameter in model.parameters():  # which transformers leaves in the file, too
-            # Others, as quantised or sharded ones, see to themselves where they lie.
+        for parameter in model.parameters():  # copy weights that are unaligned views of the file
+            # Quantised and sharded tensors manage their own storage.
             if type(parameter.data) is Tensor:
                 parameter.data = aligned(parameter.data)
-        if model.model.log_unigrams is not None:  # transformers trains all that it loads
+        if model.model.log_unigrams is not None:  # transformers makes all loaded parameters trainable
             model.model.log_unigrams.requires_grad_(False)
         for name in sorted(found["missing_keys"]):
             raise ValueError(f"{where}: expected a tensor {name!r}, which is missing")

@@ -1,1 +1,1 @@
-"""Inference: reading, sessions, generation, decoding, memory files."""
+"""Inference: reading of texts, sessions, text generation, fast decoding, and memory files."""

@@ -1,4 +1,4 @@
-"""Several sessions over one model as the rows of one batch, which read and generate together."""
+"""A batch of sessions with one model, which read and generate together as the rows of a tensor."""
 
 from __future__ import annotations
 
@@ -17,7 +17,9 @@ from remanence.tokenizers.tokens import ByteTokenizer, JsonTokenizer, Tokenizer
 
 
 def _same_tokenizer(a: Tokenizer, b: Tokenizer) -> bool:
-    """Whether two tokenizers give the same tokens: each session loads its own copy from the model's folder."""
+    """Whether two tokenizers give the same tokens. Sessions may have separate copies loaded from the same
+    folder.
+    """
     if isinstance(a, JsonTokenizer) and isinstance(b, JsonTokenizer):
         return (a.text, a.end) == (b.text, b.end)
     return a is b or (isinstance(a, ByteTokenizer) and isinstance(b, ByteTokenizer))
@@ -68,8 +70,8 @@ class SessionBatch:
 
     @show_fields(Sampling)
     def generate(self, prompts: Sequence[str], **sampling: Unpack[SamplingFields]) -> list[str]:
-        """The text that each session generates after its prompt, as `Session.generate`. Session number i uses
-        ``seed + i`` as its random seed.
+        """Return the text that each session generates after its prompt, as `Session.generate` does. Session
+        number i uses ``seed + i`` as its random seed.
         """
         self._check_texts("prompts", prompts)
         first = self.sessions[0]
@@ -86,13 +88,18 @@ class SessionBatch:
         return generation.texts
 
     def _check_texts(self, name: str, texts: Sequence[str | bytes]) -> None:
+        """Raise an error unless there is one text per session. `name` is the argument name to show in the
+        error.
+        """
         if isinstance(texts, str | bytes) or len(texts) != len(self.sessions):
             got = "a single text" if isinstance(texts, str | bytes) else len(texts)
             raise ValueError(f"{name}: expected one for each of {len(self.sessions)} sessions, got {got}")
 
     def _batch_state(self) -> State:
+        """Return the states of all sessions as the rows of one state."""
         return State.concat([session.state for session in self.sessions])
 
     def _set_states(self, state: State) -> None:
+        """Give each session its row of a batch state."""
         for row, session in enumerate(self.sessions):
             session.state = state.rows([row])

@@ -1,4 +1,4 @@
-"""Formatting of a conversation: by the chat template of the tokenizer, or as plain lines.
+"""Formatting of a conversation, with the chat template of the tokenizer or as plain lines.
 
 A template may come from an untrusted model folder. It is rendered in Jinja's sandbox, as in Hugging Face's libraries.
 """
@@ -12,7 +12,9 @@ from remanence.runtime.errors import first_line
 from remanence.tokenizers.tokens import TEMPLATE, Tokenizer
 
 PLACEHOLDER = "(an answer that is looked for)"
-"""Stands for the model's answer, to find the text that a template writes after an answer."""
+"""Stands for the model's answer when a template is rendered, to find the text that the template writes after
+an answer.
+"""
 
 
 class Turns:
@@ -27,7 +29,7 @@ class Turns:
         self.has_started = False
 
     def text(self, line: str) -> str:
-        """The text that the model reads before it answers a message."""
+        """Return the text that the model reads before it answers the message `line`."""
         if TEMPLATE not in self.words:
             return f"\n{line}"
         message = {"role": "user", "content": line}
@@ -43,6 +45,7 @@ class Turns:
         return text
 
     def _render(self, messages: list[dict[str, str]]) -> str:
+        """Render messages with the chat template, up to the start of the next answer."""
         from jinja2 import TemplateError
         from jinja2.ext import loopcontrols
         from jinja2.sandbox import ImmutableSandboxedEnvironment

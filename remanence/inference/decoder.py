@@ -1,8 +1,8 @@
-"""One token after the other, as fast as the device goes: a model's state in fixed buffers, written in place.
+"""Fast decoding of one token at a time, with the state of the model in fixed buffers that are updated in place.
 
-A step has fixed shapes and decides everything on the device, so that nothing waits for the host and, on CUDA, the whole
-of it is one captured graph. Each mixer brings its own decoder. The state comes in and goes out as the ordinary `State`,
-and is the caller's own both times.
+A step has fixed shapes and makes all decisions on the device. The host never waits and, on CUDA, a whole step can be
+captured as one graph. Each mixer provides its own decoder. The state is passed in and returned as an ordinary `State`,
+which shares no memory with the buffers.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from remanence.runtime.module import Watch, altered, described, modules_of, ours
 
 
 def unsupported(model: Model, memory_mode: Mode | None = None) -> str | None:
-    """Why a `Decoder` cannot run this model in this mode, in words; None if it can."""
+    """Return the reason why a `Decoder` cannot run this model in this memory mode, or None if it can."""
     mode = memory_mode or model.memory_mode
     if mode == "fresh":
         return "memories that begin anew at every segment are not decoded in place"
@@ -44,12 +44,12 @@ def unsupported(model: Model, memory_mode: Mode | None = None) -> str | None:
 
 
 def in_place(block: Any) -> bool:
-    """Whether the decoder of a block's mixer computes what a call of the block does: nothing in it is overridden,
-    replaced or hooked. If not, the block is called.
+    """Whether the decoder of a block's mixer computes the same as a call of the block: nothing in the block
+    is overridden, replaced or hooked. Otherwise the decoder calls the block.
     """
     mixer, modules = block.mixer, modules_of(block)
     known = described(mixer, "decoder")
-    if type(mixer).decoder is Mixer.decoder:  # which calls the mixer
+    if type(mixer).decoder is Mixer.decoder:  # the default decoder calls the mixer
         known = set(modules_of(mixer))
     elif overridden(mixer, "decoder") is not None:
         return False
@@ -57,11 +57,16 @@ def in_place(block: Any) -> bool:
 
 
 class Decoder:
-    """``logits = Decoder(model, state).step(tokens)``, token after token; ``.state`` says where it stands.
+    """Decodes token by token: ``logits = Decoder(model, state).step(tokens)``; ``.state`` is the state after all steps.
 
-    `memory_mode` is that of all its steps, by default the model's. `graph` says whether a step is captured as
-    a CUDA graph: by default on CUDA, if the steps of all layers can be. The weights must stay where they are;
-    persistent tokens are read once.
+    Args:
+        model: a `Model` for which `unsupported` returns None. Its weights must stay at the same addresses; persistent
+            tokens are read only once.
+        state: the state to continue from.
+        memory_mode: the memory mode of all steps. None means ``model.memory_mode``.
+        graph: whether to capture a step as a CUDA graph. None means on CUDA, if the steps of all layers can
+            be captured.
+        memory: deprecated: use `memory_mode`.
     """
 
     def __init__(
@@ -87,6 +92,7 @@ class Decoder:
         self._begin(state)
 
     def _check(self, state: State) -> None:
+        """Raise an error if the state does not belong to the model."""
         if not isinstance(state, State):
             raise ValueError(
                 f"state: expected the State that this model returned, got {type(state).__name__}"
@@ -95,6 +101,9 @@ class Decoder:
 
     @torch.no_grad()
     def _begin(self, state: State) -> None:
+        """Create the decoders of all layers and their buffers from a state. Called again when a buffer is
+        full or the model's hooks or modules have changed.
+        """
         self.watch = Watch(self.model)
         self.called = None if unsupported(self.model, self.mode) is None else state
         pairs = zip(self.model.blocks, state.blocks, strict=True) if self.called is None else ()
@@ -120,10 +129,10 @@ class Decoder:
 
     @torch.no_grad()
     def step(self, tokens: Tensor, active: Tensor | None = None) -> Tensor:
-        """Read one token ``[b]`` of each row that is active ``[b]`` (all, if None); logits ``[b v]`` of what follows
-        it.
+        """Read one token ``[b]`` of each active row and return the logits of the next token ``[b v]``.
 
-        Rows that are not active stay as they are, and their logits mean nothing.
+        `active` ``[b]`` is true for active rows; None means all. Inactive rows keep their state, and their logits are
+        meaningless.
         """
         for name, x, dtype in (("tokens", tokens, torch.int64), ("active", active, torch.bool)):
             if x is None and name == "active":
@@ -152,7 +161,9 @@ class Decoder:
         return self.logits.clone()
 
     def _call(self, tokens: Tensor, active: Tensor | None, state: State) -> Tensor:
-        """A step by a call of the model, which has come to have hooks or modules that no decoder honours."""
+        """Run a step by calling the model. Used when hooks or modules were added that the decoders would
+        ignore.
+        """
         mask = None if active is None else active.unsqueeze(1)
         with torch.autocast(self.device.type, enabled=False):
             trace = self.model.trace(tokens.unsqueeze(1), state, mask=mask, memory_mode=self.mode)
@@ -160,10 +171,11 @@ class Decoder:
             return self.model.logits(trace.hidden)[:, 0]
 
     def _forward(self) -> Tensor:
+        """Run one step on the tokens in the buffers and return the logits ``[b v]``."""
         text = Text(self.tokens.unsqueeze(1), self.model.log_unigrams, self.model.logits)
         now = StepContext(self.position, self.active, {}, text)
         block: Any
-        with torch.autocast(self.device.type, enabled=False):  # in the dtype of the weights, whoever asks
+        with torch.autocast(self.device.type, enabled=False):  # use the dtype of the weights
             x = self.model.embed(self.tokens).unsqueeze(1)
             for block, decoder in zip(self.model.blocks, self.decoders, strict=True):
                 if isinstance(decoder, ForwardDecoder) and decoder.mixer is block:
@@ -177,15 +189,17 @@ class Decoder:
             return self.model.logits(hidden)[:, 0]
 
     def _capture(self) -> None:
-        """Everything is run before it is captured, for what is loaded or compiled on first use; with no row active, so
-        that nothing changes.
+        """Capture a step as a CUDA graph. `capture` runs the step first, to load and compile everything; no
+        row is active then, so that no state changes.
         """
         self.active.fill_(False)
         self.graph, self.logits = capture(self._forward, self.device)
 
     @property
     def diverged(self) -> Tensor:
-        """Per row ``[b]``, as the state's; not one that is about to show in the next token's answers."""
+        """Whether the memory of each row has diverged ``[b]``. Divergence caused by the last token may only
+        show after the next step.
+        """
         if self.called is not None:
             return self.called.diverged
         flags = [flag for decoder in self.decoders if (flag := decoder.diverged) is not None]
@@ -194,11 +208,14 @@ class Decoder:
     @property
     @torch.no_grad()
     def state(self) -> State:
-        """The state after all steps so far, to go on with anywhere."""
+        """The state after all steps so far."""
         if self.called is not None:
             return self.called
         return State(tuple(decoder.state(self.position) for decoder in self.decoders), self.position.clone())
 
 
 def _decoder(block: Any, state: Any, mode: Mode) -> MixerDecoder:
+    """Return the mixer's own decoder for a block, or one that calls the whole block if the former would
+    ignore changes.
+    """
     return block.mixer.decoder(state, mode) if in_place(block) else ForwardDecoder(block, state, mode)

@@ -1,4 +1,6 @@
-"""From prompts to text: greedy or sampled, streamed, for prompts of any length side by side, continuing any state."""
+"""Text generation: greedy or sampled, streamed, for one or several prompts of different lengths, from any
+state.
+"""
 
 from __future__ import annotations
 
@@ -22,30 +24,32 @@ from remanence.tokenizers.tokens import ByteTokenizer, Tokenizer, load_tokenizer
 from remanence.tokenizers.vocabulary import BYTES
 
 IN_PLACE = {"cuda"}
-"""Kinds of devices on which tokens are decoded in place where the model can be: there a step's launches take all the
-time.
+"""Types of devices on which tokens are decoded in place if the model supports it. There, the time of a step
+is mostly that of launching kernels.
 """
 
 DIVERGED = "state: expected finite numbers, got a memory that has diverged; start again without it"
+"""Error message for a memory that has diverged."""
 
 Write = Literal["all", "prompt", "none"]
+"""The text that generation writes to the neural memory: "all" (prompt and generated text), "prompt" or "none"."""
 WRITES: tuple[Write, ...] = ("all", "prompt", "none")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Sampling:
-    """How tokens are chosen, and when to stop.
+    """Settings for choosing tokens and for stopping.
 
     Attributes:
-        max_tokens: how many at most, for each prompt.
-        temperature: logits are divided by it; 0 takes the most likely token every time (greedy decoding).
-        top_k: only among so many of the most likely.
-        top_p: only among the most likely whose probabilities add up to this.
-        no_repeat: no phrase of so many tokens occurs twice in one answer. 0 allows repetition; None, the default, is 16
-            bytes (6 tokens of other tokenizers) when sampling, and 0 at temperature 0.
-        stop: texts that end the output (and are not part of it).
-        seed: of the first prompt's random numbers; the next one has the next seed, so no text depends on its
-            neighbours. None draws another one for every call.
+        max_tokens: largest number of tokens to generate for each prompt.
+        temperature: the logits are divided by it; 0 always takes the most likely token (greedy decoding).
+        top_k: sample only from this many most likely tokens. None: no limit.
+        top_p: sample only from the most likely tokens whose probabilities add up to this. None: no limit.
+        no_repeat: length in tokens of phrases that may not occur twice in one answer. 0 allows repetition.
+            None means 16 for bytes and 6 for other tokenizers when sampling, and 0 at temperature 0.
+        stop: strings that end the output and are not included in it.
+        seed: random seed of the first prompt. Each following prompt uses the next integer, so that no text depends on
+            the others in the batch. None uses a new random seed for every call.
     """
 
     max_tokens: int = MAX_TOKENS
@@ -74,14 +78,16 @@ class Sampling:
             raise ValueError(f"stop: expected texts of at least one character, got {list(self.stop)!r}")
 
     def phrase(self, tokenizer: Tokenizer) -> int | None:
-        """The length of a phrase that an answer does not repeat; None if it may repeat any."""
+        """Return the length in tokens of the phrases that an answer may not repeat, or None if it may repeat
+        any phrase.
+        """
         if self.no_repeat is not None or not self.temperature:
             return self.no_repeat or None
         return PHRASE_BYTES if isinstance(tokenizer, ByteTokenizer) else PHRASE_TOKENS
 
 
 class SamplingFields(TypedDict, total=False):
-    """The fields of `Sampling` as keyword arguments, which an editor completes."""
+    """The fields of `Sampling` as keyword arguments, so that editors can complete them."""
 
     max_tokens: int
     temperature: float
@@ -93,7 +99,9 @@ class SamplingFields(TypedDict, total=False):
 
 
 def choose(logits: Tensor, sampling: Sampling, generator: torch.Generator) -> int:
-    """One token from the logits ``[v]`` of one row. Always on the CPU, so that a seed means the same everywhere."""
+    """Choose one token from the logits ``[v]`` of one row. Runs on the CPU, so that a seed gives the same
+    token on every device.
+    """
     logits = logits.detach().to("cpu", torch.float64)
     if not sampling.temperature:
         return int(logits.argmax())
@@ -110,33 +118,41 @@ def choose(logits: Tensor, sampling: Sampling, generator: torch.Generator) -> in
 
 
 class _Phrases:
-    """What one answer has said: the tokens that would say a phrase of `size` tokens again are not to be chosen."""
+    """The tokens of one answer so far, to exclude tokens that would repeat a phrase of `size` tokens. None
+    for `size` allows repetition.
+    """
 
     def __init__(self, size: int | None) -> None:
         self.size, self.said = size, list[int]()
         self.after: dict[tuple[int, ...], set[int]] = {}
 
     def _beginning(self) -> tuple[int, ...]:
-        """The last tokens, with which the next one makes a phrase."""
+        """Return the last `size` - 1 tokens, which form a phrase together with the next token."""
         return tuple(self.said[len(self.said) - (self.size or 1) + 1 :])
 
     def push(self, token: int) -> None:
+        """Add a generated token."""
         if self.size is not None and len(self.said) >= self.size - 1:
             self.after.setdefault(self._beginning(), set()).add(token)
         self.said.append(token)
 
     def without(self, logits: Tensor) -> Tensor:
+        """Return the logits ``[v]`` with -inf for tokens that would repeat a phrase; unchanged if all tokens
+        would.
+        """
         barred = self.after.get(self._beginning(), set()) if self.after else set()
-        if not barred or len(barred) == len(logits):  # something must be said
+        if not barred or len(barred) == len(logits):  # some token must be chosen
             return logits
         return logits.index_fill(0, torch.tensor(sorted(barred), device=logits.device), -torch.inf)
 
 
 class Generation:
-    """An answer to each prompt while it comes: ``for row, text in generation``, then ``.texts``, ``.tokens`` and
-    ``.state``.
+    """Generates an answer to each prompt: iterate with ``for row, text in generation``, then use ``.texts``,
+    ``.tokens`` and ``.state``.
 
-    The state holds all that was read and said, and is up to date whenever the loop is left.
+    The state includes all prompts and generated tokens, and is up to date whenever the loop is left. `state` is the
+    state to start from: one row for all prompts, or one row per prompt; None means a new document. `write`
+    says which text is written to the neural memory: "all" (prompt and answer), "prompt" or "none".
     """
 
     def __init__(
@@ -186,13 +202,15 @@ class Generation:
 
     @property
     def state(self) -> State:
-        # Only made when it is asked for: a copy for every token would take longer than the token.
+        """The state after all tokens read and generated so far."""
+        # Made only when it is needed: a copy for every token would take longer than generating the token.
         if self._state is None:
             assert self._decoder is not None
             self._state = self._decoder.state
         return self._state
 
     def __iter__(self) -> Iterator[tuple[int, str]]:
+        """Yield the row number and the next piece of text, for all rows, until every answer has ended."""
         if self.begun:
             raise ValueError(
                 "generation: expected to be run once, got a second run; make another one from .state"
@@ -226,17 +244,18 @@ class Generation:
                     self.texts[row] += text
                     yield row, text
         self._state, self._decoder = self.state, None
-        if bool(self._state.diverged.any()):  # by the last token's own writing
+        if bool(self._state.diverged.any()):  # when the last token was written
             raise DivergedError(DIVERGED)
 
     def run(self) -> Generation:
-        """To the end, without looking."""
+        """Generate all answers to the end, and return this object."""
         for _ in self:
             pass
         return self
 
     @torch.no_grad()
     def _read_prompts(self) -> Tensor:
+        """Read the prompts and return the logits after the last token of each ``[b v]``, on the CPU."""
         longest = max(len(prompt) for prompt in self.prompts)
         place = self.model.device
         padded = torch.tensor(
@@ -252,13 +271,16 @@ class Generation:
         )
         self._state = state
         if place.type in IN_PLACE and self.sampling.max_tokens > 0:
-            model = cast(Model, self.model)  # what can be decoded in place has our own layers
+            model = cast(Model, self.model)  # only models with our own layers can be decoded in place
             if unsupported(model, self.modes[1]) is None:
                 self._decoder = Decoder(model, state, self.modes[1])
         return self._finite(self.model.logits(last), state.diverged, [True] * len(self.prompts))
 
     @torch.no_grad()
     def _say(self, chosen: list[int], said: list[bool]) -> Tensor:
+        """Read the chosen tokens of the rows where `said` is true, and return the next logits ``[b v]`` on
+        the CPU.
+        """
         place = self.model.device
         tokens, rows = torch.tensor(chosen, device=place), torch.tensor(said, device=place)
         if self._decoder is not None:
@@ -272,8 +294,9 @@ class Generation:
         return self._finite(logits, trace.state.diverged, said)
 
     def _finite(self, logits: Tensor, diverged: Tensor, said: list[bool]) -> Tensor:
-        """The logits on the CPU, where tokens are chosen; they and the flags come in one transfer, all that a token
-        waits for.
+        """Return the logits on the CPU, where tokens are chosen. Raises an error if a memory has diverged or
+        the logits of a row in `said` are not finite. Logits and flags are copied in one transfer, the only
+        one per token.
         """
         logits, flags = (
             torch.cat([logits[:, : self.tokenizer.vocabulary], diverged.unsqueeze(-1)], 1)
@@ -290,16 +313,20 @@ class Generation:
 
 
 class _Writer:
-    """Tokens to text that may be shown: never half a character, never the beginning of what might be a stop text."""
+    """Converts tokens to text that can be shown at once: holds back incomplete characters and text that may
+    be the beginning of a stop string.
+    """
 
     def __init__(self, tokenizer: Tokenizer, stop: tuple[str, ...]) -> None:
         self.decoder, self.stop = tokenizer.decoder(), stop
         self.held, self.stopped = "", False
 
     def push(self, token: int) -> str:
+        """Add a token and return the text that can now be shown."""
         return self._release(self.decoder.push(token))
 
     def finish(self) -> str:
+        """Return the text that was held back, at the end of the answer."""
         text = self._release(self.decoder.finish())
         if self.stopped:
             return text
@@ -307,6 +334,7 @@ class _Writer:
         return text
 
     def _release(self, text: str) -> str:
+        """Add text and return the part that can be shown; sets `stopped` when a stop string is found."""
         if self.stopped:
             return ""
         self.held += text
@@ -320,16 +348,18 @@ class _Writer:
 
 
 def _overlap(text: str, stop: str) -> int:
-    """How many of the text's last characters could begin the stop text."""
+    """Return the number of last characters of the text that could be the beginning of the stop string."""
     return next((n for n in range(min(len(text), len(stop) - 1), 0, -1) if text.endswith(stop[:n])), 0)
 
 
 BYTE_VOCABULARY = 2 * BYTES - 2
-"""The largest vocabulary, 512, that is taken for bytes and some room beside them."""
+"""The largest vocabulary size for which a model without a tokenizer is assumed to read bytes."""
 
 
 def own_tokenizer(model: CausalModel) -> Tokenizer | None:
-    """The tokenizer in the folder that a model was loaded from, else that of its pretrained model; None without one."""
+    """Return the tokenizer in the folder that the model was loaded from, or else that of the underlying
+    pretrained model. None if there is neither.
+    """
     if model.folder is not None:
         tokenizer = load_tokenizer(model.folder)
         if (model.folder / "tokenizer.json").is_file():
@@ -338,7 +368,9 @@ def own_tokenizer(model: CausalModel) -> Tokenizer | None:
 
 
 def check_tokenizer(model: CausalModel, tokenizer: Tokenizer | None) -> Tokenizer:
-    """A tokenizer whose tokens the model knows; by default the model's own, or bytes for a vocabulary of that size."""
+    """Return the tokenizer to use: the given one, the model's own, or bytes if the vocabulary is that small.
+    Raises an error if the tokenizer has more tokens than the model.
+    """
     tokenizer = own_tokenizer(model) if tokenizer is None else tokenizer
     if tokenizer is None and model.vocab_size > BYTE_VOCABULARY:
         raise ValueError(

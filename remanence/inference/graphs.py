@@ -1,4 +1,4 @@
-"""Checks whether the calls of a model can be captured as CUDA graphs, and at which positions."""
+"""Checks whether the calls of a model can be captured as CUDA graphs, and at which positions in a text."""
 
 from __future__ import annotations
 
@@ -11,7 +11,9 @@ from remanence.runtime.module import altered, described, modules_of, ours, overr
 
 
 def unsupported(model: Model, length: int, carries: bool) -> str | None:
-    """Why calls of `length` tokens, or those that carry a state, cannot be captured; None if they can."""
+    """Return the reason why calls of `length` tokens cannot be captured as CUDA graphs, or None if they can.
+    `carries` is whether the calls also pass a state on.
+    """
     if model.device.type != "cuda":
         return "only CUDA has graphs"
     if any(type(parameter.data) is not Tensor for parameter in model.parameters()):
@@ -28,8 +30,8 @@ def unsupported(model: Model, length: int, carries: bool) -> str | None:
 
 
 def uncaptured_code_reason(model: Model) -> str | None:
-    """Which Python code of a model a captured graph would not run: hooks, or overrides that may branch on the host.
-    None if there is none.
+    """Return a description of Python code in the model that a captured graph would not run, such as hooks or
+    overrides that may branch on the host. None if there is no such code.
     """
     modules = modules_of(model)
     if (reason := altered(modules)) is not None:
@@ -51,10 +53,10 @@ def uncaptured_code_reason(model: Model) -> str | None:
 
 
 def alignment_of(model: Model) -> int:
-    """The number of tokens at whose multiples no chunk of a memory and no segment is open."""
+    """Return the number of tokens at whose multiples every chunk of a memory and every segment is complete."""
     return lcm(*[mixer.alignment for mixer in model.mixers])
 
 
 def longest_window(model: Model) -> int:
-    """The largest attention window of any layer, in tokens."""
+    """Return the largest attention window of any layer, in tokens."""
     return max((mixer.window_size for mixer in model.mixers), default=0)

@@ -41,9 +41,11 @@ from remanence.runtime.overrides import differences
 from remanence.runtime.state import parts
 
 FORMAT, SCHEMA = "remanence-memory", 1
+"""Values of the header fields `format` and `schema`."""
 LAYER = "blocks."
+"""Prefix of the names of all tensors that belong to a layer."""
 KINDS = {"config": dict, "fingerprint": list, "tokens": list, "state": dict, "notes": dict}
-"""The fields of a header that are JSON, and their types."""
+"""The header fields that contain JSON, and the type of each."""
 
 LARGE = 2**28
 """Size in bytes above which a tensor is memory-mapped instead of read."""
@@ -52,7 +54,9 @@ MAX_VALUE, MAX_TOKENS_READ = 1e15, 2**48
 """The largest absolute value in a state (float32 can represent its square), and the largest number of tokens read."""
 
 MIGRATIONS: dict[int, Callable[[Stored], Stored]] = {}
-"""Functions that convert the tensors and the header of a file from a schema to the next one."""
+"""Functions that convert the tensors and the header of a file to the next schema, by the schema that they
+convert.
+"""
 
 
 class Fingerprint(NamedTuple):
@@ -65,7 +69,7 @@ class Fingerprint(NamedTuple):
 
 
 class HasWeights(Protocol):
-    """A model whose configuration and parameters are saved to files."""
+    """Interface of a model whose configuration and parameters are saved to files."""
 
     def saved_parameters(self) -> Iterator[tuple[str, nn.Parameter]]: ...
 
@@ -73,7 +77,7 @@ class HasWeights(Protocol):
 
 
 def fingerprint(model: HasWeights) -> Fingerprint:
-    """The fingerprint of a model, which identifies the model that a memory file belongs to."""
+    """Compute the fingerprint of a model, which identifies the model that a memory file belongs to."""
     weights = hashlib.sha256()
     for name, parameter in sorted(
         (first_name(name), parameter) for name, parameter in model.saved_parameters()
@@ -89,7 +93,7 @@ def save(
 ) -> None:
     """Write a state to a memory file. A state that has diverged is refused.
 
-    `notes` is JSON data of the caller; `remanence read` stores where its reading began.
+    `notes` is any JSON data to store in the file. `remanence read` stores the number of tokens before its text.
     """
     if not isinstance(state, State):
         raise ValueError(f"state: expected the State a model returned, got {type(state).__name__}")
@@ -117,16 +121,17 @@ def save(
 
 
 def load(path: str | Path, model: CausalModel, *, force: bool = False, verify: bool = False) -> State:
-    """The state in a memory file, on the device of the model and in the dtypes of its state.
+    """Load the state in a memory file, on the device of the model and in the dtypes of its state.
 
-    An error is raised if the file does not fit the model. `force` accepts a file made with other weights of the same
-    configuration. `verify` also checks large tensors, whose damage is otherwise not detected.
+    Raises an error if the file does not fit the model. `force` accepts a file made with other weights or another
+    pretrained model. `verify` also checks the checksums of large tensors, whose damage is otherwise not detected.
     """
     with opened(Path(path)) as file:
         return _load(file, model, force, verify)
 
 
 def _load(file: Opened, model: CausalModel, force: bool, verify: bool) -> State:
+    """Check an open memory file against the model and return its state; see `load`."""
     path, header = file.path, _read_header(file)
     own = _config_dict(model)
     config = model.upgrade_config(upgrade_config(header.data["config"]), str(path))
@@ -155,7 +160,9 @@ def _load(file: Opened, model: CausalModel, force: bool, verify: bool) -> State:
 
 
 def read_file(path: str | Path, *, verify: bool = False) -> tuple[FileHeader, dict[str, Tensor]]:
-    """The header and the tensors of a memory file in the present schema, with checksums verified, for any model."""
+    """Return the header and the tensors of a memory file of any model, in the present schema, with checksums
+    verified.
+    """
     with opened(Path(path)) as file:
         header = _read_header(file)
         _check_plausible(file.path, header)
@@ -194,7 +201,9 @@ class FileHeader(HeaderData):
 
 
 class _Header(NamedTuple):
-    """The header of a memory file, the tensors it describes, and the checksums of large tensors. No tensor is read."""
+    """The header of a memory file, the entry of each tensor, and the checksums of large tensors by name. No
+    tensor is read.
+    """
 
     data: HeaderData
     entries: Mapping[str, Entry]
@@ -202,7 +211,7 @@ class _Header(NamedTuple):
 
 
 def _read_header(file: Opened) -> _Header:
-    """The header of a memory file. An error is raised if it does not describe the tensors in the file."""
+    """Read the header of a memory file. Raises an error if it does not describe the tensors in the file."""
     path, (entries, words) = file.path, read_header(file)
     if words.get("format") != FORMAT:
         raise ValueError(f"{path}: expected a memory file, got a safetensors file of another kind")
@@ -217,7 +226,7 @@ def _read_header(file: Opened) -> _Header:
     unread = sum(entry.nbytes for name, entry in entries.items() if name not in large)
     if unread > machine_memory():
         raise ValueError(f"{path}: expected a memory that fits into this machine's, got {unread:,} bytes")
-    if schema < SCHEMA:  # only a whole file can be brought to the present schema
+    if schema < SCHEMA:  # to convert the schema, all tensors must be read
         stored = _migrate(path, schema, _read_verified(file, large, verify=False))
         words, entries = stored.metadata, {name: entry_of(x) for name, x in stored.tensors.items()}
     try:
@@ -244,7 +253,9 @@ def _read_header(file: Opened) -> _Header:
 
 
 def _check_plausible(path: Path, header: _Header) -> None:
-    """Check that the tensors of a file fit the configuration in its header, if that is one of a `Model`."""
+    """Raise an error if the tensors of a file do not fit the configuration in its header. Configurations that
+    are not of a `Model` are not checked.
+    """
     try:
         config = ModelConfig.from_dict(header.data["config"])
         if config.num_layers > len(header.entries):
@@ -260,12 +271,12 @@ def _check_plausible(path: Path, header: _Header) -> None:
 
 
 def _read_tensors(file: Opened, header: _Header, verify: bool) -> dict[str, Tensor]:
-    """The tensors of a file, with checksums verified, in the present schema."""
+    """Read the tensors of a file, verify their checksums, and convert them to the present schema."""
     return _migrate(file.path, header.data["schema"], _read_verified(file, header.large, verify)).tensors
 
 
 def _read_verified(file: Opened, large: dict[str, str], verify: bool) -> Stored:
-    """The tensors and the header of a file. An error is raised if a checksum does not match."""
+    """Read the tensors and the header of a file. Raises an error if a checksum does not match."""
     path, stored = file.path, read_tensors(file, mapped=LARGE, digest=False)
     header = dict(stored.metadata)
     if header.pop("checksum", None) != _checksum(stored.tensors, header, set(large)):
@@ -277,6 +288,7 @@ def _read_verified(file: Opened, large: dict[str, str], verify: bool) -> Stored:
 
 
 def _migrate(path: Path, schema: int, stored: Stored) -> Stored:
+    """Convert the content of a file from an earlier schema to the present one."""
     for old in range(schema, SCHEMA):
         if old not in MIGRATIONS:
             raise ValueError(f"{path}: schema {old} cannot be brought to schema {SCHEMA}")
@@ -285,7 +297,7 @@ def _migrate(path: Path, schema: int, stored: Stored) -> Stored:
 
 
 def _parse_large(header: dict[str, str], entries: Mapping[str, Entry]) -> dict[str, str] | None:
-    """The checksums of large tensors, by name; None if that field of the header is invalid."""
+    """Return the checksums of large tensors by name, or None if that field of the header is invalid."""
     try:
         large = json.loads(header.get("large", "{}"))
     except (ValueError, RecursionError):
@@ -295,16 +307,17 @@ def _parse_large(header: dict[str, str], entries: Mapping[str, Entry]) -> dict[s
 
 
 def _config_dict(model: HasWeights) -> dict[str, Any]:
+    """Return the model's configuration as data for JSON."""
     return model.current_config().to_dict()
 
 
 def fit_state(
     what: str, model: CausalModel, tensors: dict[str, Tensor], unread: set[str] | None = None
 ) -> State:
-    """Tensors as a state of this model, on its device and in its dtypes.
+    """Convert tensors by name to a state of this model, on its device and in its dtypes.
 
-    An error is raised if a tensor is missing, has a wrong shape or dtype, or implausible values. The values of `unread`
-    tensors are not checked. `what` begins the messages.
+    Raises an error if a tensor is missing, has a wrong shape or dtype, or has implausible values. The values of the
+    `unread` tensors are not checked. `what` is the start of the error messages.
     """
     _check_shapes(
         what,
@@ -317,7 +330,9 @@ def fit_state(
         f"{path}.{stored_field(field)}" for path, part in parts(template) for field in part.minus_infinity
     }
     state = assemble_state(template, tensors, model.device)
-    for name, tensor in named_tensors(state):  # in the dtypes of the model, which a float64 may exceed
+    for name, tensor in named_tensors(
+        state
+    ):  # checked in the model's dtypes, in which a float64 value may overflow
         if name not in (unread or ()):
             _check_finite(f"{what}: {name}", tensor, name in unbounded)
     longest = int(state.position.max())
@@ -341,14 +356,18 @@ def fit_state(
 
 
 class _StateLayout(NamedTuple):
-    """The shapes of a state: a template with each distinct layer once, and the index in it of each layer."""
+    """The shapes of a state: a template with each distinct kind of layer once, and the index in it of each
+    layer.
+    """
 
     template: State
     places: list[int]
 
 
 def _check_shapes(what: str, shapes: _StateLayout, entries: Mapping[str, Entry]) -> None:
-    """Check the names, dtypes and shapes of the tensors of a state."""
+    """Raise an error if the names, dtypes or shapes of tensors are not those of a state. `what` is the start
+    of the error messages.
+    """
     template, places = shapes
     likes, grown = dict(named_tensors(template)), _growing_tensors(template)
     wanted = {name: name for name in likes if not name.startswith(LAYER)}
@@ -381,18 +400,20 @@ def _check_shapes(what: str, shapes: _StateLayout, entries: Mapping[str, Entry])
 
 
 def _growing_tensors(template: State) -> set[str]:
-    """The names of the tensors that grow with the text."""
+    """Return the names of the tensors whose length grows with the text."""
     return {f"{path}.{field}" for path, part in parts(template) for field in part.growing()}
 
 
 def assemble_state(template: State, tensors: dict[str, Tensor], device: torch.device) -> State:
-    """Tensors by name as a state with the structure and dtypes of `template`; nothing is checked."""
+    """Put tensors by name into a state with the structure and dtypes of `template`. Nothing is checked."""
     found = iter([tensors[name].to(device, like.dtype) for name, like in named_tensors(template)])
     return template.map(lambda _: next(found))
 
 
 def named_tensors(node: Any, path: str = "") -> Iterator[tuple[str, Tensor]]:
-    """The tensors of a state with their names: ``blocks.0.memory.layers.1``."""
+    """Yield the name and the tensor of each tensor in a state; a name is a path such as
+    ``blocks.0.memory.layers.1``.
+    """
     if isinstance(node, Tensor):
         yield path, node
     elif node is not None:
@@ -402,6 +423,7 @@ def named_tensors(node: Any, path: str = "") -> Iterator[tuple[str, Tensor]]:
 
 
 def _check_finite(what: str, tensor: Tensor, unbounded: bool) -> None:
+    """Raise an error if a tensor has NaN, infinite or very large values. `unbounded` allows -inf."""
     if not tensor.is_floating_point():
         return
     bad = tensor.isnan() | (tensor == torch.inf) if unbounded else ~tensor.isfinite()
@@ -417,15 +439,19 @@ def _check_finite(what: str, tensor: Tensor, unbounded: bool) -> None:
 
 
 def _json(data: Mapping[str, object]) -> str:
+    """Return data as JSON text with a fixed key order and spacing, for checksums."""
     return canonical(data).decode()
 
 
 def _tensor_bytes(tensor: Tensor) -> memoryview:
+    """Return the content of a CPU tensor as bytes, without a copy if it is contiguous."""
     return tensor.contiguous().flatten().view(torch.uint8).numpy().data
 
 
 def _checksum(tensors: dict[str, Tensor], header: dict[str, str], unread: set[str] | None = None) -> str:
-    """The checksum of the header and of all tensors without a separate checksum."""
+    """Compute the checksum of the header and of all tensors except `unread`, by default those that are large
+    enough to have a separate checksum.
+    """
     unread = {name for name, tensor in tensors.items() if tensor.nbytes > LARGE} if unread is None else unread
     digest = hashlib.sha256(canonical(header))
     for name in sorted(set(tensors) - unread):

@@ -26,24 +26,25 @@ multiple of it, so that an interrupted and resumed reading gives bit-identical r
 """
 
 GPU_PIECE = 8192
-"""`PIECE` on a GPU."""
+"""`PIECE` for a model on a GPU."""
 
 PIECES_BEFORE_CAPTURE = 2
 """Number of whole pieces read without a graph: capturing one takes as long as reading several pieces."""
 
 
 def piece_size(model: CausalModel) -> int:
-    """Number of tokens in one call when this model reads a long text."""
+    """Return the number of tokens in one call when this model reads a long text."""
     return max(PIECE, GPU_PIECE) if model.embed.weight.device.type == "cuda" else PIECE
 
 
 def token_pieces(
     lists: Iterable[Sequence[int]], size: int, position: int = 0, overlap: int = 0
 ) -> Iterator[list[int]]:
-    """The tokens of a document, given as lists of any lengths, in pieces of `size` tokens.
+    """Yield the tokens of a document, given as lists of any lengths, in pieces of `size` tokens.
 
-    A piece ends where the position in the document is a multiple of `size`; the document starts at `position`. The last
-    piece may be shorter. With `overlap`, every piece also contains the first tokens of the next one.
+    A piece ends where the position in the document is a multiple of `size`; the first token is at `position`. The first
+    and last pieces may be shorter. With `overlap`, every piece also contains the first `overlap` tokens of
+    the next one.
     """
     pending: list[int] = []
     for tokens in lists:
@@ -56,7 +57,7 @@ def token_pieces(
 
 
 def piece_slices(length: int, size: int, position: int = 0) -> Iterator[slice]:
-    """`token_pieces` of a tensor of `length` tokens, as slices."""
+    """Yield the slices that split `length` tokens, the first of them at `position`, as `token_pieces` does."""
     start = 0
     while start < length:
         stop = min(start + size - (position + start) % size, length)
@@ -74,12 +75,14 @@ def traces(
     memory_mode: Mode | None = None,
     size: int | None = None,
 ) -> Iterator[tuple[slice, Trace]]:
-    """Forward passes over tokens ``[b t]`` in pieces: yields the slice of each piece and its trace."""
+    """Run the model over tokens ``[b t]`` in pieces of `size` tokens, and yield the slice and the trace of
+    each piece.
+    """
     # Packed documents are read in one call.
     size = (size or PIECE) if offsets is None else max(1, tokens.shape[1])
     for part in piece_slices(tokens.shape[1], size):
         here = None if mask is None else mask[:, part]
-        with threads_for(model):  # not while the caller works between the pieces
+        with threads_for(model):  # the setting must not apply while the caller processes a piece
             trace = model.trace(tokens[:, part], state, mask=here, offsets=offsets, memory_mode=memory_mode)
         state = trace.state
         yield part, trace
@@ -122,11 +125,12 @@ def read(
 def _read(
     model: CausalModel, tokens: Tensor, state: State | None, mask: Tensor | None, mode: Mode
 ) -> ReadResult:
+    """Read tokens in pieces; see `read`."""
     state = model.start(tokens.shape[0]) if state is None else state
     last = model.embed.weight.new_zeros(tokens.shape[0], model.config.dim)
     size, count = piece_size(model), 0
     surprises: list[Tensor] = []
-    # One document is split where its position is a multiple of the piece's length; rows with a mask differ in position.
+    # Without a mask, all rows are split where the position is a multiple of the piece; with one, positions differ.
     position = positions_of(state.position)[0] if mask is None else 0
     for part in piece_slices(tokens.shape[1], size, position):
         some, here = tokens[:, part], None if mask is None else mask[:, part]
@@ -147,7 +151,9 @@ def _read(
 
 
 def _last(hidden: Tensor, mask: Tensor, before: Tensor) -> Tensor:
-    """The hidden vector of the last unmasked token of each row; `before` for rows that are masked entirely."""
+    """Return the hidden vector of the last unmasked token of each row ``[b d]``; that in `before` for rows
+    without one.
+    """
     place = (torch.arange(mask.shape[1], device=mask.device) * mask).argmax(1)
     return torch.where(
         mask.any(1, keepdim=True), hidden[torch.arange(len(place), device=place.device), place], before
@@ -155,21 +161,30 @@ def _last(hidden: Tensor, mask: Tensor, before: Tensor) -> Tensor:
 
 
 class CapturedPiece:
-    """A whole piece as a CUDA graph, for rows whose attention windows are full. States are copied in and out."""
+    """A CUDA graph that reads one whole piece, for rows whose attention windows are full. Tokens and state
+    are copied into its buffers, and results out of them.
+    """
 
     def __init__(self, model: Model, tokens: Tensor, state: State) -> None:
         self.model, self.size = model, tokens.shape[1]
         self.tokens, fixed = tokens.clone(), state.map(torch.clone)
-        # The host only knows that positions are multiples of a piece and that windows are full.
+        # Positions known to the host become constants in the graph. This one represents all later ones: a multiple
+        # of the piece, with full windows.
         self.state = fixed.at([self.size] * len(tokens))
         self.graph, (self.last, self.after, self.surprise) = capture(self._read, tokens.device)
 
     def _read(self) -> tuple[Tensor, State, Tensor | None]:
+        """Read the piece in the buffers; returns the last hidden vectors, the state, and the sum of the
+        surprise or None.
+        """
         trace = self.model.trace(self.tokens, self.state, memory_mode="on")
         surprise = trace.surprise
         return trace.hidden[:, -1], trace.state, None if surprise is None else surprise.sum()
 
     def __call__(self, tokens: Tensor, state: State) -> tuple[Tensor, State, Tensor | None]:
+        """Read a piece from a state; returns the last hidden vectors ``[b d]``, the new state, and the sum of
+        the surprise (None if no memory was written).
+        """
         self.tokens.copy_(tokens)
         copy_all(self.state.tensors(), state.tensors())
         self.graph.replay()
@@ -178,11 +193,13 @@ class CapturedPiece:
 
 
 _CaptureKey = tuple[int, Schedule, list[nn.Module], list[int]]
-"""Batch size, schedule, modules, and addresses of the weights."""
+"""The values that a captured graph depends on: batch size, schedule, modules, and addresses of the weights."""
 
 
 class _Capture(NamedTuple):
-    """The number of whole pieces that a model has read with the same weights in the same place, and its graph."""
+    """For one model: the key that the graph is valid for, the number of whole pieces read with that key, and
+    the graph (None until it is captured).
+    """
 
     key: _CaptureKey
     pieces: int
@@ -190,15 +207,18 @@ class _Capture(NamedTuple):
 
 
 _CAPTURES: WeakKeyDictionary[CausalModel, _Capture] = WeakKeyDictionary()
+"""The graph of each model, and the number of pieces that it has read."""
 
 
 def _captured_piece(
     model: CausalModel, tokens: Tensor, state: State, size: int, mode: Mode
 ) -> CapturedPiece | None:
-    """The graph that reads a whole piece, once enough pieces have been read; else None."""
+    """Return the CUDA graph that reads this piece, capturing it once enough pieces have been read. None if
+    the piece cannot be read with a graph, or not yet.
+    """
     if not tokens.is_cuda or tokens.shape[1] != size or mode != "on" or _uses_autocast(tokens):
         return None
-    model = cast(Model, model)  # only its layers can be captured
+    model = cast(Model, model)  # only models with our own layers can be captured
     window = longest_window(model)
     if unsupported(model, size, True) is not None or window > size:
         return None
@@ -217,4 +237,5 @@ def _captured_piece(
 
 
 def _uses_autocast(tokens: Tensor) -> bool:
+    """Whether autocast is enabled on the device of the tokens."""
     return torch.is_autocast_enabled(tokens.device.type)

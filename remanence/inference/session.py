@@ -1,4 +1,4 @@
-"""A session: one document of any length that a model reads and continues, with a state that is saved to a file."""
+"""A session: one document of any length that a model reads and continues. Its state can be saved to a file."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 Source = str | bytes | Path | Iterable[str | bytes]
 """The text that a session reads: a string, bytes, the path of a file, or an iterable of parts of a text."""
 FILE_CHUNK = 1 << 16
-"""Number of bytes of a file that are read at a time."""
+"""Number of bytes that are read from a file at a time."""
 
 
 class Reading(NamedTuple):
@@ -42,13 +42,13 @@ class Session:
 
     Args:
         model: a `CausalModel`, the folder of one, or a model with an attached memory.
-        tokenizer: by default that in the model's folder, or that of the pretrained model; else bytes, if the vocabulary
-            has the size of a byte tokenizer.
+        tokenizer: by default the tokenizer in the model's folder, or that of the pretrained model. Without
+            either, bytes are used if the vocabulary is as small as that of a byte tokenizer.
         write: what `generate` writes to the neural memory: "all" (the prompt and the generated text), "prompt" or
             "none". `read` always writes. The attention window always contains the most recent tokens.
-        memory_mode: "on", "off" (no memory), "frozen" (read, not written) or "fresh" (reset at every segment); None:
-            the present ``model.memory_mode``. Sessions over the same model may have different modes, also in other
-            threads.
+        memory_mode: "on", "off" (no memory), "frozen" (read, not written) or "fresh" (reset at every segment). None
+            means the present ``model.memory_mode``. Sessions with the same model may have different modes, also in
+            different threads.
     """
 
     def __init__(
@@ -92,7 +92,9 @@ class Session:
         return positions_of(self.state.position)[0]
 
     def _check_idle(self, what: str) -> None:
-        """Raise an error while a stream is unfinished: continuing it would overwrite a change of the state."""
+        """Raise an error while a stream is unfinished, because continuing the stream would overwrite a change
+        of the state. `what` is the name to show in the error.
+        """
         if self._is_streaming:
             raise ValueError(
                 f"{what}: expected no answer under way, got an unfinished stream; finish its loop, or end it with "
@@ -100,8 +102,8 @@ class Session:
             )
 
     def read(self, source: Source) -> Reading:
-        """Read a string, a file (a `Path`), or an iterable of parts of a text (an open file, a generator) in constant
-        memory.
+        """Read a string, a file (a `Path`), or an iterable of parts of a text (an open file, a generator) in
+        constant memory. Returns the number of tokens read and their mean surprise.
         """
         surprise, count, before = 0.0, 0, self.tokens
         for piece in self.read_pieces(source):
@@ -109,8 +111,8 @@ class Session:
         return Reading(self.tokens - before, surprise / count if count else None)
 
     def read_pieces(self, source: Source, skip: int = 0) -> Iterator[ReadResult]:
-        """`read` as an iterator over pieces, with the result of `inference.reader.read` for each. The first `skip`
-        tokens are skipped.
+        """Read a source piece by piece, and yield the result of `inference.reader.read` for each piece. The
+        first `skip` tokens are skipped.
         """
         self._check_idle("read")
         lists = _without_first(self.tokenizer.stream(_text_parts(source)), skip)
@@ -118,8 +120,12 @@ class Session:
             yield self._read(tokens)
 
     reading = renamed_method("reading", "read_pieces")
+    """Deprecated name of `read_pieces`."""
 
     def _read(self, tokens: list[int]) -> ReadResult:
+        """Read one piece of tokens and update the state. Raises `DivergedError`, with the state unchanged, if
+        the memory diverges.
+        """
         self._check_idle("read")
         piece = read(
             self.model,
@@ -136,7 +142,7 @@ class Session:
 
     @show_fields(Sampling)
     def generate(self, prompt: str, **sampling: Unpack[SamplingFields]) -> str:
-        """The text that the model generates after the prompt. The arguments are the fields of `Sampling`.
+        """Return the text that the model generates after the prompt. The arguments are the fields of `Sampling`.
 
         By default tokens are sampled at temperature 0.7 and no phrase of 16 bytes (6 tokens of other tokenizers)
         occurs twice; ``temperature=0`` takes the most likely token every time.
@@ -145,7 +151,8 @@ class Session:
 
     @show_fields(Sampling)
     def stream(self, prompt: str, **sampling: Unpack[SamplingFields]) -> Iterator[str]:
-        """`generate` as an iterator over pieces of text. Text generated before the loop is left remains in the state.
+        """Like `generate`, but yield pieces of text. If the loop is left early, the text generated so far is
+        in the state.
 
         While the stream is unfinished, `save` and `fork` use the text generated so far, and `read`, `generate`, `load`
         and another stream raise an error. If the memory diverges, a `DivergedError` is raised and the session returns
@@ -182,10 +189,10 @@ class Session:
         memfile.save(path, self.model, self.state)
 
     def load(self, path: str | Path, *, force: bool = False, verify: bool = False) -> Session:
-        """Replace the state by that in a memory file, and return the session.
+        """Replace the state by the one in a memory file, and return this session.
 
-        `force` accepts a file made with other weights. `verify` also checks large stores, which are otherwise read from
-        the file only when they are used.
+        `force` accepts a file made with other weights. `verify` also checks large stores, which are otherwise
+        read from the file only when they are used.
         """
         self._check_idle("load")
         state = memfile.load(path, self.model, force=force, verify=verify)
@@ -196,20 +203,22 @@ class Session:
 
     @staticmethod
     def batch(sessions: Sequence[Session]) -> SessionBatch:
-        """A batch of sessions over one model, which read and generate together."""
+        """Return a batch of sessions with the same model, which read and generate together."""
         from remanence.inference.batch import SessionBatch
 
         return SessionBatch(sessions)
 
     def fork(self) -> Session:
-        """An independent copy of the session. Nothing is copied in memory, as states are never changed in place."""
+        """Return an independent copy of the session. No tensor is copied, because states are never changed in
+        place.
+        """
         other = Session(self.model, self.tokenizer, write=self.write, memory_mode=self.memory_mode)
         other.state = self.state
         return other
 
 
 def _without_first(lists: Iterable[list[int]], skip: int) -> Iterator[list[int]]:
-    """Lists of tokens without the first `skip` tokens of the text."""
+    """Yield lists of tokens without the first `skip` tokens of the text."""
     for tokens in lists:
         skipped = min(skip, len(tokens))
         skip -= skipped
@@ -217,7 +226,9 @@ def _without_first(lists: Iterable[list[int]], skip: int) -> Iterator[list[int]]
 
 
 def _text_parts(source: Source) -> Iterable[str | bytes]:
-    """The source as an iterable. A string that is the name of a file is refused, as the file was probably meant."""
+    """Return a source as an iterable of parts. Raises an error for a string that is the name of an existing
+    file, because the file was probably meant.
+    """
     if isinstance(source, Path):
         return _file_parts(source)
     if isinstance(source, str) and _is_file(source):
@@ -227,6 +238,7 @@ def _text_parts(source: Source) -> Iterable[str | bytes]:
 
 
 def _is_file(text: str) -> bool:
+    """Whether a text is the name of an existing file."""
     try:
         return len(text) < 4096 and Path(text).is_file()
     except (OSError, ValueError):  # not a possible file name
@@ -234,6 +246,7 @@ def _is_file(text: str) -> bool:
 
 
 def _file_parts(path: Path) -> Iterator[bytes]:
+    """Yield the content of a file in parts of `FILE_CHUNK` bytes. Raises an error if it is missing or empty."""
     if not path.is_file():
         got = "a folder" if path.is_dir() else "nothing there"
         raise ValueError(f"source: expected a text file, got {got}: {path}")

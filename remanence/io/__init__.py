@@ -1,1 +1,1 @@
-"""Files: atomic writes, digests, safetensors, migrations of earlier formats, shipped models."""
+"""File access: atomic writes, digests, safetensors files, migration of earlier formats, included models."""

@@ -1,7 +1,8 @@
-"""Atomic writes of files and folders: written under a temporary name, flushed, and renamed. Nothing is unpickled.
+"""Write files and folders atomically: under a temporary name first, then flushed and renamed. Nothing is
+unpickled.
 
-Temporary folders are locked while they are written, and a lock ends with its process. Unlocked ones were left by a
-killed process, and the next process that writes the same file removes them.
+A temporary folder is locked while it is written, and the lock ends with the process. An unlocked temporary
+folder was left by a killed process; the next process that writes the same file removes it.
 """
 
 from __future__ import annotations
@@ -19,27 +20,31 @@ from typing import Any
 
 try:
     import fcntl
-except ImportError:  # Windows: folders can be neither locked nor flushed, and leftovers stay
+except ImportError:  # Windows: folders can be neither locked nor flushed, and leftover folders stay
     fcntl = None  # type: ignore[assignment]
 
 LARGEST = 64 * 2**20
-"""Bytes of a JSON file in a model's folder at most. Tokenizers of 256K tokens have half as many."""
+"""The maximum size in bytes of a JSON file in a model's folder. A tokenizer of 256K tokens has half this
+size.
+"""
 
 DIGEST = "digest"
-"""The entry of a JSON object, or of a safetensors file's metadata, that holds the digest of everything else."""
+"""The key in a JSON object, or in a safetensors file's metadata, that holds the digest of all other entries.
+"""
 LEFT = re.compile(r"\.(.+)\.[0-9a-f]{16}\.tmp")
-"""The names of temporary folders, with the name of what is made in them."""
+"""The pattern of a temporary folder's name. Group 1 is the name of the file or folder that is written in it.
+"""
 TEMPORARY = re.compile(r"\.(.+\.[0-9a-f]{16}|[0-9]{8})\.tmp")
-"""These, and checkpoints that are being written."""
+"""The pattern of the names of temporary folders and of checkpoints that are being written."""
 KIND = "sha256:"
-"""What the digest of a JSON object begins with."""
+"""The prefix of a JSON object's digest."""
 
 
 def flush(path: Path) -> None:
     """Flush a file's content, or the entries of a folder, to disk (fsync)."""
     if fcntl is None and path.is_dir():
         return
-    number = os.open(path, os.O_RDWR if fcntl is None else os.O_RDONLY)  # Windows flushes what can be written
+    number = os.open(path, os.O_RDWR if fcntl is None else os.O_RDONLY)  # Windows needs write access
     try:
         os.fsync(number)
     finally:
@@ -48,8 +53,10 @@ def flush(path: Path) -> None:
 
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """A temporary path that takes the place of `path` when the block ends, and is removed if the block fails. A link is
-    followed; a file that was there leaves its permissions to the new one.
+    """Yield a temporary path to write to; it replaces `path` when the block ends, and is removed if the block
+    fails.
+
+    Symbolic links are followed. If `path` already exists, the new file gets its permissions.
     """
     try:
         os.fsencode(path)
@@ -64,7 +71,7 @@ def replacing(path: Path) -> Iterator[Path]:
         raise ValueError(f"{path}: expected its folder to exist; make {path.parent} first")
     path = path.resolve()
     if any(TEMPORARY.fullmatch(name) for name in path.parent.parts):
-        yield path  # in a folder that is itself temporary: it is seen, or not, with all that is in it
+        yield path  # the folder is temporary itself, and is renamed as a whole later
         _finish(path, path.parent.stat().st_mode & 0o666)
         return
     with _temporary_folder(path) as folder:
@@ -76,15 +83,17 @@ def replacing(path: Path) -> Iterator[Path]:
 
 
 def _finish(path: Path, mode: int) -> None:
-    """Set a file's permissions and flush it. (safetensors makes files that only their owner can read.)"""
+    """Set a file's permissions and flush it to disk. (safetensors creates files that only their owner can
+    read.)
+    """
     os.chmod(path, mode)
     flush(path)
 
 
 @contextmanager
 def replacing_folder(path: Path) -> Iterator[Path]:
-    """A temporary folder that takes the place of `path`, which does not exist or is an empty folder, when the block
-    ends.
+    """Yield a temporary folder to fill; it is renamed to `path` when the block ends. `path` must not exist or
+    be an empty folder.
     """
     path = path.resolve()
     with _temporary_folder(path) as folder:
@@ -98,10 +107,12 @@ def replacing_folder(path: Path) -> Iterator[Path]:
 
 @contextmanager
 def _temporary_folder(path: Path) -> Iterator[Path]:
-    """A locked folder beside `path`, whose name no other can have; those that killed processes left are removed."""
+    """Yield a locked temporary folder next to `path` with a unique name, and remove it afterwards. Folders
+    left by killed processes are removed first.
+    """
     remove_leftovers(path.parent, path.name)
     folder, lock = path, None
-    while lock is None:  # a folder may be taken for a leftover before it is locked
+    while lock is None:  # another process may remove the folder as a leftover before it is locked
         folder = path.parent / f".{_label(path.name)}.{token_hex(8)}.tmp"
         folder.mkdir()
         with suppress(BlockingIOError):
@@ -114,12 +125,14 @@ def _temporary_folder(path: Path) -> Iterator[Path]:
 
 
 def _label(name: str) -> str:
-    """A file's name, or its digest if the name is too long for a temporary name."""
+    """Return a file's name, or its digest if the name is too long to be part of a temporary name."""
     return name if len(os.fsencode(name)) <= 200 else hashlib.sha256(os.fsencode(name)).hexdigest()
 
 
 def remove_leftovers(folder: Path, name: str | None = None) -> None:
-    """Remove what killed processes have left in a folder (of the file `name`); what is being written now is locked."""
+    """Remove temporary folders that killed processes left in `folder`: those for the file `name`, or all if
+    it is None. Folders that are being written are locked, and stay.
+    """
     for left in os.listdir(folder):
         found = LEFT.fullmatch(left)
         if found is not None and (name is None or found[1] == _label(name)):
@@ -131,12 +144,16 @@ def remove_leftovers(folder: Path, name: str | None = None) -> None:
 
 
 _held: set[int] = set()
-"""Descriptors of what this process has locked. A child that it forks must not hold them beyond its parent's death."""
+"""File descriptors of the locks that this process holds. A forked child closes them, so that no lock outlives
+its owner.
+"""
 
 
 def _lock(path: Path, *, certain: bool = False) -> int | None:
-    """The descriptor of a folder or file that is open and locked; None if it is gone. Another's lock is a
-    BlockingIOError. Where the system or the disk has no locks, none is held, which is None if one must be `certain`.
+    """Open and lock a folder or file and return its descriptor, or None if it does not exist.
+
+    Raises BlockingIOError if another process holds the lock. Where the system or the disk does not support
+    locks, an unlocked descriptor is returned, or None if `certain`.
     """
     if fcntl is None:
         return None if certain else os.open(os.devnull, os.O_RDONLY)
@@ -162,15 +179,16 @@ def _lock(path: Path, *, certain: bool = False) -> int | None:
 
 
 def _release(lock: int) -> None:
+    """Unlock and close a descriptor returned by `_lock`."""
     _held.discard(lock)
     if fcntl is not None:
         with suppress(OSError):
-            fcntl.flock(lock, fcntl.LOCK_UN)  # also for children that have it open
+            fcntl.flock(lock, fcntl.LOCK_UN)  # also unlocks it for child processes that have it open
     os.close(lock)
 
 
 def _close_inherited_locks() -> None:
-    """In a forked child: close the descriptors of the parent's locks."""
+    """Close the descriptors of the parent's locks. Runs in a forked child."""
     for lock in _held:
         os.close(lock)
     _held.clear()
@@ -182,16 +200,17 @@ if hasattr(os, "register_at_fork"):
 
 @contextmanager
 def locked(folder: Path, who: str) -> Iterator[None]:
-    """`folder`, made if it does not exist, for this process alone until the block ends or the process dies.
+    """Lock `folder` for this process until the block ends or the process dies. The folder is created if it
+    does not exist.
 
-    A second process is refused: `who` says what the first one is, as "a training run". Folders that were made here and
-    are empty in the end are removed.
+    Raises ValueError if another process holds the lock; `who` describes that process in the message, such as
+    "a training run". Folders that were created here and are empty at the end are removed.
     """
     made, lock = [path for path in (folder, *folder.parents) if not path.exists()], None
     if not made and not folder.is_dir():
         raise ValueError(f"{folder}: expected a folder, got a file")
     try:
-        while lock is None:  # the process before may remove its empty folder just now
+        while lock is None:  # the previous process may be removing its empty folder right now
             folder.mkdir(parents=True, exist_ok=True)
             lock = _lock(folder)
     except BlockingIOError:
@@ -199,7 +218,7 @@ def locked(folder: Path, who: str) -> Iterator[None]:
     try:
         yield
     finally:
-        with suppress(OSError):  # not empty: the run is there
+        with suppress(OSError):  # raised if the folder is not empty, because the run has written files
             for path in made:
                 if path.exists():
                     path.rmdir()
@@ -208,8 +227,8 @@ def locked(folder: Path, who: str) -> Iterator[None]:
 
 @contextmanager
 def locked_target(path: Path, who: str) -> Iterator[None]:
-    """A file that is going to be replaced, for this process alone, as `locked` has it for a folder. The lock is on a
-    file beside it, which is removed in the end.
+    """Lock a file that is going to be replaced, as `locked` does for a folder. The lock is held on a separate
+    file next to it, which is removed at the end.
     """
     path = path.resolve()
     lock = path.with_name(f".{_label(path.name)}.lock")
@@ -222,8 +241,8 @@ def locked_target(path: Path, who: str) -> Iterator[None]:
 
 @contextmanager
 def locked_file(path: Path, who: str, meant: Path | None = None) -> Iterator[None]:
-    """A file, made if it does not exist, for this process alone, as `locked` has it for a folder. An error names the
-    file that is `meant`.
+    """Lock a file, as `locked` does for a folder. The file is created if it does not exist. `meant` is the
+    path to show in error messages, if it is not `path`.
     """
     lock = None
     try:
@@ -243,7 +262,9 @@ def locked_file(path: Path, who: str, meant: Path | None = None) -> Iterator[Non
 
 
 def append_line(path: Path, line: str) -> None:
-    """Append a line to a file and flush it to disk. An incomplete last line of a killed process is ended first."""
+    """Append a line to a file and flush it to disk. If the last line was left incomplete by a killed process,
+    a newline is added to it first.
+    """
     with open(path, "ab+") as file:
         if file.tell():
             file.seek(-1, os.SEEK_END)
@@ -254,13 +275,13 @@ def append_line(path: Path, line: str) -> None:
 
 
 def file_digest(path: Path) -> str:
-    """The SHA-256 digest of a file."""
+    """Return the SHA-256 digest of a file, in hexadecimal."""
     with open(path, "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def canonical(data: object) -> bytes:
-    """JSON data as bytes that do not depend on the order of keys."""
+    """Encode JSON data as bytes that do not depend on the order of keys."""
     try:
         return json.dumps(data, sort_keys=True).encode()
     except RecursionError:
@@ -268,14 +289,16 @@ def canonical(data: object) -> bytes:
 
 
 def sealed(data: Mapping[str, Any]) -> dict[str, Any]:
-    """A JSON object with a digest of its other entries added."""
+    """Return a copy of a JSON object with a digest of its entries added."""
     return {**data, DIGEST: _digest(data)}
 
 
 def unsealed(what: object, data: Mapping[str, Any]) -> dict[str, Any]:
-    """A JSON object without its digest, which is checked. An object without a digest is accepted."""
+    """Check a JSON object's digest and return the object without it. An object without a digest is accepted.
+    `what` is the name to show in error messages.
+    """
     rest = {key: value for key, value in data.items() if key != DIGEST}
-    # Damage to the digest's own name must not pass for an object that never had one.
+    # An object whose digest key was damaged must not be accepted as one without a digest.
     renamed = any(isinstance(value, str) and value.startswith(KIND) for value in rest.values())
     if renamed or (DIGEST in data and data[DIGEST] != _digest(rest)):
         raise ValueError(
@@ -285,6 +308,7 @@ def unsealed(what: object, data: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _digest(data: Mapping[str, object]) -> str:
+    """Return the digest of a JSON object: `KIND` and 32 hexadecimal digits."""
     return KIND + hashlib.sha256(canonical(data)).hexdigest()[:32]
 
 
@@ -295,14 +319,16 @@ def write_json(path: Path, data: Mapping[str, object]) -> None:
 
 
 def read_json(path: Path, most: int | None = None) -> dict[str, Any]:
-    """A file's object, without its digest, which is checked; of a file with more than `most` bytes nothing is read."""
+    """Read a JSON object from a file, check its digest, and return it without the digest. Raises ValueError
+    if the file has more than `most` bytes.
+    """
     if most is not None and path.stat().st_size > most:
         raise ValueError(f"{path}: expected at most {most:,} bytes, got {path.stat().st_size:,}")
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
     except (json.JSONDecodeError, UnicodeDecodeError, RecursionError) as error:
         raise ValueError(f"{path}: not a JSON file ({error})") from None
-    except ValueError as error:  # a number of thousands of digits
+    except ValueError as error:  # a number with thousands of digits
         raise ValueError(f"{path}: not a JSON file that can be read ({error})") from None
     if not isinstance(data, dict):
         raise ValueError(f"{path}: expected a JSON object, got {type(data).__name__}")
@@ -310,6 +336,8 @@ def read_json(path: Path, most: int | None = None) -> dict[str, Any]:
 
 
 def display_name(source: Path) -> str:
-    """The name of a file or folder; for a run's model also the run's name, as all of them are named ``model``."""
+    """Return the name of a file or folder. The model folder of every run is named ``model``, so the run's
+    name is put before it.
+    """
     path = source.resolve()
     return f"{path.parent.name}/{path.name}" if path.name == "model" and path.parent.name else path.name

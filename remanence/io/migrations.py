@@ -1,4 +1,4 @@
-"""What earlier versions called things, and what they are called now: one table for everything that reads old names."""
+"""Names used by earlier versions and their current names: one table for all code that reads old names."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ FIELDS: dict[str, str] = {
     "attach.vocabulary": "attach.vocab_size",
     "attach.depth": "attach.num_layers",
 }
-"""Fields of configs in files, on the command line and in calls: old dotted name, new dotted name. The first part is the
-config that has the field.
+"""Renamed config fields, from old to new dotted name. They apply to files, the command line and calls. The
+first part of a name is the config that has the field.
 """
 
 VALUES: dict[str, dict[str, str]] = {
     "data.kind": {"told": "fact_dialogues"},
     "train.initial_state": {"passed": "neighbor"},
 }
-"""Values of fields: old value, new value, by the field's dotted name."""
+"""Renamed values of fields: for each field's dotted name, the old and the new value."""
 
 FLAT_DATA: dict[str, Any] = {
     "path": None,
@@ -52,16 +52,22 @@ FLAT_DATA: dict[str, Any] = {
     "missing": "refuse",
     "reverse_complement": False,
 }
-"""The fields, with defaults, that `data` had for every kind before each kind had a class. Files have all of them."""
+"""The fields of `data`, with defaults, from before each kind of data had its own class. Old files contain all
+of them.
+"""
 
 OPTIONAL: dict[str, tuple[str, ...]] = {"train": ("forecast",)}
-"""Fields that a vertical adds to a config. Every run's file has them, also where the vertical is not present."""
+"""Config fields that belong to an optional part of the package (a vertical). Every run's file contains them,
+even if that part is not installed.
+"""
 
 Class = TypeVar("Class", bound=type)
 
 
 def current_field(owner: str, name: str) -> str:
-    """The present name of a field of the config `owner`. A dotted name is a field of one of its parts."""
+    """Return the current name of a field of the config `owner`. A dotted name refers to a field of a nested
+    config.
+    """
     if f"{owner}.{name}" in FIELDS:
         return FIELDS[f"{owner}.{name}"].removeprefix(f"{owner}.")
     part, dot, rest = name.partition(".")
@@ -69,8 +75,8 @@ def current_field(owner: str, name: str) -> str:
 
 
 def current_fields(owner: str, given: Mapping[str, Any]) -> dict[str, Any]:
-    """`given` with present names, as a file is read. Where both names are given, the old one counts: it was given on
-    purpose.
+    """Return `given` with current field names, for values read from a file. If a field is given under both
+    names, the value under the old name is used, because it was set explicitly.
     """
     old = {name: value for name, value in given.items() if current_field(owner, name) != name}
     return {name: value for name, value in given.items() if name not in old} | {
@@ -79,8 +85,8 @@ def current_fields(owner: str, given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def renamed_fields(owner: str, given: Mapping[str, Any]) -> dict[str, Any]:
-    """`given` with present names, as a call is made: an old name is used with a warning. Its value, if that has an old
-    name as well, is a part of the same warning.
+    """Return `given` with current field names, for the arguments of a call, and warn about every old name. If
+    the value also has an old name, the same warning covers both.
     """
     found = dict(given)
     for name, value in given.items():
@@ -95,7 +101,7 @@ def renamed_fields(owner: str, given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def warn_deprecated(old: str, new: str) -> None:
-    """Warn that `old` is deprecated, at the line outside of this package that uses it."""
+    """Issue a DeprecationWarning for `old` that points at the first line of code outside this package."""
     frame, level = sys._getframe(1), 2
     while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith(OUR_FRAMES):
         frame, level = frame.f_back, level + 1
@@ -103,11 +109,13 @@ def warn_deprecated(old: str, new: str) -> None:
 
 
 OUR_FRAMES = ("remanence.", "dataclasses")
-"""How the modules begin that pass a name on from the caller."""
+"""Prefixes of the modules that are skipped when looking for the caller's line."""
 
 
 def current_value(field: str, value: Any, *, warn: bool = True) -> Any:
-    """The present name of a field's value, with a warning if it has changed."""
+    """Return the current name of a field's value. Issues a warning if the name has changed, unless `warn` is
+    False.
+    """
     old = VALUES.get(field, {})
     if not isinstance(value, str) or value not in old:
         return value
@@ -117,14 +125,16 @@ def current_value(field: str, value: Any, *, warn: bool = True) -> Any:
 
 
 def without_absent(owner: str, given: Mapping[str, Any], present: Sequence[str]) -> dict[str, Any]:
-    """`given` without the fields of verticals that are not there."""
+    """Return `given` without the fields of verticals that are not installed. `present` are the names of the
+    fields that exist.
+    """
     absent = set(OPTIONAL[owner]) - set(present)
     return {name: value for name, value in given.items() if name not in absent}
 
 
 def first_fields(owner: str, given: Mapping[str, Any]) -> dict[str, Any]:
-    """`given`, and the configs in it, with the names of the first version. Digests are made of these, so that they do
-    not change with a name.
+    """Return `given`, including nested configs, with the names that version 0.1 used. Digests are computed
+    from these names, so that renaming a field does not change them.
     """
     first = {new: old for old, new in FIELDS.items()}
     first_values = {(field, new): old for field, names in VALUES.items() for old, new in names.items()}
@@ -142,14 +152,16 @@ def first_fields(owner: str, given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _first_data(given: Mapping[str, Any]) -> dict[str, Any]:
-    """The data section with the fields of all kinds. Two were written only where they were used."""
+    """Return the data section with the fields of all kinds added. Two fields are left out, because old
+    versions wrote them only where they were used.
+    """
     everywhere = {name: value for name, value in FLAT_DATA.items() if name not in ("held_out", "ends")}
     return {**everywhere, **given}
 
 
 def accepts_old_names(owner: str) -> Callable[[Class], Class]:
-    """A class decorator for a config: old names work as keyword arguments and can be read as attributes, with a
-    warning.
+    """Return a class decorator for the config `owner`. Old field names then work as keyword arguments and as
+    readable attributes, with a warning.
     """
 
     def decorate(cls: Class) -> Class:
@@ -171,6 +183,8 @@ def accepts_old_names(owner: str) -> Callable[[Class], Class]:
 
 
 def _renamed_attribute(old: str, new: str) -> property:
+    """Return a property that reads the attribute `new` and warns that `old` is deprecated."""
+
     def read(self: object) -> object:
         warn_deprecated(old, new)
         return getattr(self, new)
@@ -179,26 +193,28 @@ def _renamed_attribute(old: str, new: str) -> property:
 
 
 STATE_FIELDS = {"query_history": "asked", "token_importance": "worth"}
-"""Fields of states: present name, and the name in memory files and checkpoints, which is that of version 0.1."""
+"""Fields of states: the current name, and the name used in memory files and checkpoints, which is the name of
+version 0.1.
+"""
 
 
 def stored_field(name: str) -> str:
-    """The name that a state's field has in files."""
+    """Return the name that a state's field has in files."""
     return STATE_FIELDS.get(name, name)
 
 
 TENSORS = {
-    "blocks.": "backbone.blocks.",  # 0.1: a model's layers were its own, not its backbone's
+    "blocks.": "backbone.blocks.",  # in version 0.1 the layers belonged to the model, not to its backbone
     "norm.": "backbone.norm.",
 }
-"""How a parameter's name began, and how it begins now."""
+"""Renamed parameters: the old and the new beginning of the name."""
 
 PREFIXES = ("model.", "exp_avg.", "exp_avg_sq.")
-"""What may stand in front of a parameter's name in a file."""
+"""Prefixes that a file may put before a parameter's name."""
 
 
 def current_name(name: str) -> str:
-    """A parameter's name as it is now, with what a file has in front of it."""
+    """Return the current name of a parameter. A prefix from `PREFIXES` is kept."""
     prefix = next((prefix for prefix in PREFIXES if name.startswith(prefix)), "")
     name = name.removeprefix(prefix)
     for old, new in TENSORS.items():
@@ -208,7 +224,9 @@ def current_name(name: str) -> str:
 
 
 def first_name(name: str) -> str:
-    """A parameter's name as version 0.1 wrote it: fingerprints are made of these, so that memory files stay valid."""
+    """Return the name that version 0.1 gave to a parameter. Fingerprints are computed from these names, so
+    that memory files stay valid.
+    """
     for old, new in TENSORS.items():
         if name.startswith(new):
             return old + name.removeprefix(new)

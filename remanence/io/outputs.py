@@ -1,4 +1,4 @@
-"""Where a command writes its files."""
+"""Create the folders that commands write their files to."""
 
 from __future__ import annotations
 
@@ -6,9 +6,7 @@ from pathlib import Path
 
 
 def make_folder(what: str, path: Path) -> None:
-    """Make the folder that the file `path` is to be written to, and those around it. `what` is the argument that an
-    error names.
-    """
+    """Create the parent folders of the file `path`. `what` is the argument name to show in error messages."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:

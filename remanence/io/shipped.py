@@ -1,4 +1,4 @@
-"""Packaged models by name."""
+"""Find the models that are included in the package, by name."""
 
 from __future__ import annotations
 
@@ -7,15 +7,18 @@ from pathlib import Path
 from remanence.runtime.deprecation import renamed_names
 
 FOLDER = Path(__file__).parent.parent / "shipped"
+"""The folder of the included models."""
 
 
 def shipped_models() -> list[str]:
-    """The names of packaged models: ``remanence read NAME book.txt --save book.mem``."""
+    """Return the names of the included models, as used in ``remanence read NAME book.txt --save book.mem``."""
     return sorted(path.parent.name for path in FOLDER.glob("*/config.json"))
 
 
 def resolve_model_path(model: str | Path) -> Path:
-    """The folder of a model: the path itself or, if it does not exist, that of the packaged model of this name."""
+    """Return a model's folder: `model` itself if this path exists, else the folder of the included model with
+    this name. If there is none, the path is returned unchanged.
+    """
     path = Path(model)
     if not path.exists() and str(model) in shipped_models():
         return FOLDER / path

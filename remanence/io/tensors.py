@@ -1,7 +1,8 @@
-"""Tensors in files, as safetensors. What is in a file is known before a byte of it is read, and ours carry a digest.
+"""Tensors in safetensors files. The header is validated before any tensor is read, and files of this package
+have a digest.
 
-The digest lies in the file's own metadata and covers the tensors' names, dtypes, shapes and bytes and the rest of the
-metadata. A file that others have rewritten has none, unless they copy our metadata, and is taken as it is.
+The digest is stored in the file's metadata. It covers the tensors' names, dtypes, shapes and bytes and all
+other metadata. Files written by other programs usually have no digest and are accepted without one.
 """
 
 from __future__ import annotations
@@ -24,22 +25,26 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 WRITER = {"writer": "remanence"}
-"""In the metadata of files with a digest: else damage to the digest's own name would pass for a file by others."""
+"""Metadata of every file with a digest. Without it, a file whose digest key was damaged would pass for
+another program's file.
+"""
 
 HEADER, AXES = 2**23, 16
-"""Bytes of a header, and axes of a tensor, at most: models have thousands of tensors, not more."""
+"""The maximum size of a header in bytes, and the maximum number of axes of a tensor."""
 
 SIZES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "I64": 8, "I32": 4, "I16": 2, "I8": 1, "U8": 1, "BOOL": 1}
 SIZES |= {"U64": 8, "U32": 4, "U16": 2, "F8_E4M3": 1, "F8_E5M2": 1}
+"""Bytes per element, by the dtype's name in safetensors."""
 NAMES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16", "BOOL": "bool"}
 NAMES |= {"F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5m2"}
 NAMES |= {name: f"{'u' * (name[0] == 'U')}int{8 * SIZES[name]}" for name in SIZES if name[0] in "IU"}
+"""Torch's name of each dtype, by its name in safetensors."""
 FLOATS = ("float16", "bfloat16", "float32", "float64")
 """The dtypes that weights and states may be stored in."""
 
 
 class Entry(NamedTuple):
-    """A tensor, as a file's header has it: the dtype by torch's name for it."""
+    """A tensor's description in a file's header. `dtype` is torch's name of the dtype."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -47,21 +52,21 @@ class Entry(NamedTuple):
 
 
 class Header(NamedTuple):
-    """The header of a file: its tensors' entries and its metadata."""
+    """The header of a file: the description of each tensor, and the metadata."""
 
     entries: dict[str, Entry]
     metadata: dict[str, str]
 
 
 class Stored(NamedTuple):
-    """The tensors and metadata of a file."""
+    """The tensors of a file, by name, and its metadata."""
 
     tensors: dict[str, Tensor]
     metadata: dict[str, str]
 
 
 class Opened(NamedTuple):
-    """A file that stays the same while it is open, also if another one takes its place under the same name."""
+    """An open file and its path. The content stays the same even if another file replaces it under this path."""
 
     path: Path
     file: BinaryIO
@@ -69,7 +74,9 @@ class Opened(NamedTuple):
 
 @contextmanager
 def opened(source: Path | Opened) -> Iterator[Opened]:
-    """An open file from which header and tensors are read, so that both are of the same version."""
+    """Yield an open file from which to read both header and tensors, so that they belong to the same version
+    of the file.
+    """
     if isinstance(source, Opened):
         yield source
         return
@@ -82,13 +89,15 @@ def opened(source: Path | Opened) -> Iterator[Opened]:
 
 
 def read_header(source: Path | Opened) -> Header:
-    """What a file says that it holds, if it can be true: every byte belongs to one tensor. No tensor is read."""
+    """Read and validate a file's header, without reading any tensor. Every byte after the header must belong
+    to exactly one tensor.
+    """
     with opened(source) as found:
         return _parsed(found)[0]
 
 
 def _parsed(source: Opened) -> tuple[Header, dict[str, int]]:
-    """A file's header, and the offset of each tensor."""
+    """Return a file's validated header, and the offset in bytes of each tensor."""
     path, file = source
     file.seek(0)
     size, length = os.fstat(file.fileno()).st_size, int.from_bytes(file.read(8), "little")
@@ -99,13 +108,13 @@ def _parsed(source: Opened) -> tuple[Header, dict[str, int]]:
         found = json.loads(text)
         metadata = found.pop("__metadata__", {})
         for word in (*found, *metadata, *metadata.values()):
-            word.encode()  # half a pair of surrogates is no text
+            word.encode()  # a lone surrogate cannot be encoded
         entries = sorted(found.items(), key=lambda item: item[1]["data_offsets"])
         end = 0
         for _, entry in entries:
             shape, (begin, after) = entry["shape"], entry["data_offsets"]
             whole = all(type(number) is int and 0 <= number < 2**48 for number in (*shape, begin, after))
-            if not whole or len(shape) > AXES:  # else the product alone could take for ever
+            if not whole or len(shape) > AXES:  # otherwise computing the product could take very long
                 raise ValueError("a shape that no tensor has")
             if begin != end or after - begin != prod(shape) * SIZES[entry["dtype"]]:
                 raise ValueError("tensors that overlap, or leave gaps")
@@ -131,7 +140,9 @@ def _parsed(source: Opened) -> tuple[Header, dict[str, int]]:
 def write_tensors(
     path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str], *, digest: bool = True
 ) -> None:
-    """Write a file, with a `digest` unless it has checksums of its own kind in its metadata."""
+    """Write tensors to a file atomically. `digest` adds a digest; use False if the metadata has other
+    checksums.
+    """
     from safetensors import SafetensorError
     from safetensors.torch import save_file
 
@@ -148,14 +159,14 @@ def write_tensors(
 
 
 ALIGNMENT = 64
-"""Bytes that torch's own memory on a CPU begins at a multiple of."""
+"""The alignment in bytes of the CPU memory that torch allocates."""
 
 
 def aligned(tensor: Tensor) -> Tensor:
-    """The same numbers in memory that begins where torch's own does: the tensor itself, or a copy.
+    """Return the tensor itself if its memory is aligned as torch's own memory is, else a copy that is.
 
-    Tensors that are mapped from a file lie at any multiple of 8, and there some processors' matrix products round
-    differently: a model that was saved and loaded would not be the same to the last bit.
+    A tensor mapped from a file may start at any multiple of 8 bytes. Matrix products of unaligned tensors
+    round differently on some processors, so a saved and loaded model would not give identical bits.
     """
     if tensor.device.type != "cpu" or tensor.data_ptr() % ALIGNMENT == 0:
         return tensor
@@ -163,8 +174,8 @@ def aligned(tensor: Tensor) -> Tensor:
 
 
 def read_tensors(source: Path | Opened, mapped: int | None = None, *, digest: bool = True) -> Stored:
-    """A file's tensors, `aligned`; those above `mapped` bytes stay in the file until they are used, wherever they lie
-    in it. The `digest` is checked where there is one, unless the file has checksums of its own kind.
+    """Read a file's tensors, `aligned`. Tensors of more than `mapped` bytes are memory-mapped instead, and
+    are read when they are used; None maps none. `digest` checks the digest, if the file has one.
     """
     with opened(source) as (path, file):
         (entries, metadata), begins = _parsed(Opened(path, file))
@@ -182,7 +193,7 @@ def read_tensors(source: Path | Opened, mapped: int | None = None, *, digest: bo
 
 
 def _mapped(file: BinaryIO, entries: Mapping[str, Entry], begins: Mapping[str, int]) -> dict[str, Tensor]:
-    """Tensors that lie in an open file: a change to them does not reach it."""
+    """Return memory-mapped tensors of an open file. Changes to the tensors are not written to the file."""
     import torch
 
     whole = torch.frombuffer(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY), dtype=torch.uint8)
@@ -190,13 +201,15 @@ def _mapped(file: BinaryIO, entries: Mapping[str, Entry], begins: Mapping[str, i
     for name, entry in entries.items():
         dtype, begin = getattr(torch, entry.dtype), begins[name]
         raw = whole[begin : begin + entry.nbytes]
-        # torch has no view of numbers that begin anywhere.
+        # torch cannot view bytes as a dtype unless the offset is a multiple of its size.
         found[name] = (raw.clone() if begin % dtype.itemsize else raw).view(dtype).view(entry.shape)
     return found
 
 
 def _check_digest(path: Path, tensors: Mapping[str, Tensor], metadata: dict[str, str]) -> None:
-    """Check the digest of a file, and remove the entries about it from the metadata."""
+    """Check the digest of a file, and remove its entries from the metadata. A file of another program is not
+    checked.
+    """
     told = metadata.pop(DIGEST, None)
     if told is None and not WRITER.items() <= metadata.items():
         return
@@ -210,24 +223,26 @@ def _check_digest(path: Path, tensors: Mapping[str, Tensor], metadata: dict[str,
 
 
 def describe(tensor: Tensor) -> list[str | int]:
-    """A tensor's dtype and shape, as JSON has them."""
+    """Return a tensor's dtype and shape as a list for JSON."""
     return [str(tensor.dtype).removeprefix("torch."), *tensor.shape]
 
 
 def entry_of(tensor: Tensor) -> Entry:
-    """A tensor as a header would have it."""
+    """Return the description that a file's header would have for this tensor."""
     return Entry(str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), tensor.nbytes)
 
 
 def sha256(tensor: Tensor) -> str:
-    """The SHA-256 digest of a tensor's bytes, without a copy."""
+    """Return the SHA-256 digest of a tensor's bytes, without copying a contiguous tensor."""
     import torch
 
     return hashlib.sha256(tensor.contiguous().flatten().view(torch.uint8).numpy().data).hexdigest()
 
 
 def _digest(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> str:
-    """Of all that a file holds; the tensors' bytes in several threads, as sha256 is slower than a disk."""
+    """Return the digest of a file's tensors and metadata. Several threads hash the tensors, because SHA-256
+    is slower than a disk.
+    """
     names = sorted(tensors)
     with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
         digests = list(pool.map(lambda name: sha256(tensors[name]), names))

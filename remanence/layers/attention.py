@@ -1,4 +1,6 @@
-"""Attention with an explicit state: full, sliding-window, and within MAC's segments, with persistent tokens."""
+"""Attention with an explicit state: full attention, sliding-window attention, and attention within the
+segments of MAC, with persistent tokens.
+"""
 
 from __future__ import annotations
 
@@ -28,8 +30,8 @@ from remanence.runtime.state import TensorTuple, rewind, roll_history
 
 
 class Heads(Module):
-    """Projections to and from attention heads, rotary positions, and persistent tokens (eq. 19), which are not
-    rotated.
+    """Projections to and from attention heads, with rotary positions and persistent tokens (eq. 19).
+    Persistent tokens are not rotated.
     """
 
     def __init__(self, dim: int, heads: int, persistent: int, rotary: float) -> None:
@@ -39,16 +41,16 @@ class Heads(Module):
         self.persistent = Persistent(persistent, dim) if persistent else None
 
     def queries(self, x: Tensor) -> Tensor:
-        """Queries ``[... h e]``, not rotated."""
+        """Return the queries ``[... h e]`` of x, not rotated."""
         return self.q_proj(x).view(*x.shape[:-1], self.heads, self.width)
 
     def keys_values(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Keys ``[... h e]``, not rotated, and values."""
+        """Return the keys and values ``[... h e]`` of x. The keys are not rotated."""
         k, v = (y.view(*x.shape[:-1], self.heads, self.width) for y in project(x, self.k_proj, self.v_proj))
         return k, v
 
     def queries_keys_values(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries, keys and values of the same tokens, not rotated."""
+        """Return the queries, keys and values ``[... h e]`` of the same tokens, not rotated."""
         q, k, v = (
             y.view(*x.shape[:-1], self.heads, self.width)
             for y in project(x, self.q_proj, self.k_proj, self.v_proj)
@@ -56,7 +58,9 @@ class Heads(Module):
         return q, k, v
 
     def persistent_keys_values(self, like: Tensor) -> tuple[Tensor, Tensor]:
-        """Keys and values of the persistent tokens ``[p h e]``, in the dtype and on the device of `like`."""
+        """Return the keys and values ``[p h e]`` of the persistent tokens, in the dtype of `like`. p is 0 if
+        there are none.
+        """
         if self.persistent is None:
             none = like.new_zeros(0, self.heads, self.width)
             return none, none
@@ -64,25 +68,27 @@ class Heads(Module):
         return k.to(like.dtype), v.to(like.dtype)
 
     def prepend_persistent(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Keys and values ``[r s h e]`` with those of the persistent tokens in front."""
+        """Put the keys and values of the persistent tokens in front of the given ones ``[r s h e]``."""
         prefix = self.persistent_keys_values(k)
         return prepend(prefix[0], k), prepend(prefix[1], v)
 
     def rotary(self, position: Tensor, dtype: torch.dtype) -> Rotary:
-        """The rotation of heads at the given positions."""
+        """Return the rotation of heads at the given positions."""
         return Rotary(position, self.width, self.rotary_base, dtype)
 
     def rotary_from_start(self, length: int, like: Tensor, repeats: int = 1) -> Rotary:
-        """The rotation at positions 0 to length - 1, repeated for concatenated sequences."""
+        """Return the rotation at positions 0 to length - 1, repeated for `repeats` concatenated sequences."""
         return rotary_from_start(length, repeats, self.width, self.rotary_base, like.dtype, like.device)
 
     def project_output(self, y: Tensor) -> Tensor:
-        """The output projection of concatenated heads: ``[... h e]`` to ``[... d]``."""
+        """Concatenate the heads and apply the output projection: ``[... h e]`` to ``[... d]``."""
         return self.o_proj(y.flatten(-2))
 
 
 class Persistent(nn.Module):
-    """Learned persistent tokens, initialised from a unit normal distribution, the same for every input."""
+    """Learned persistent tokens, which are the same for every input. They are initialised from a unit normal
+    distribution.
+    """
 
     def __init__(self, count: int, dim: int) -> None:
         super().__init__()
@@ -101,23 +107,31 @@ class _AttentionState(NamedTuple):
 
 
 class AttentionState(_AttentionState, TensorTuple):
-    """The KV cache: rotated keys and values ``[r s h e]`` of the last tokens, the newest last; the number of tokens
-    read ``[r]``; and how many of them `crop` can remove ``[r]``.
+    """The KV cache. k, v ``[r s h e]`` are the rotated keys and the values of the last tokens, the newest
+    last; position ``[r]`` is the number of tokens read; slack ``[r]`` is the number of tokens that `crop` can
+    remove.
 
-    For a sliding window s is fixed; for full attention it is the length of the longest row, and shorter rows are padded
-    with zeros on the left.
+    For a sliding window s is fixed. For full attention s is the length of the longest row, and shorter rows
+    are padded with zeros on the left.
     """
 
     __slots__ = ()
 
     def growing(self) -> tuple[str, ...]:
+        """Return the fields whose second axis grows with the text, for an empty cache of full attention;
+        otherwise none.
+        """
         return ("k", "v") if self.k.shape[1] == 0 else ()
 
     def agrees(self, read: Tensor) -> Tensor:
+        """Whether the state of each row is consistent with having read this many tokens ``[r]``."""
         good = (self.position == read) & (self.slack >= 0) & (self.slack <= read)
         return good & torch.tensor(self.k.shape == self.v.shape, device=read.device)
 
     def crop(self, tokens: int) -> AttentionState:
+        """Return the state before the last `tokens` tokens of each row. Raise ValueError if it keeps too few
+        tokens for that.
+        """
         if bool((self.slack < tokens).any()):
             raise ValueError(
                 f"tokens: expected at most {int(self.slack.min())}, as the window is not longer, got {tokens}"
@@ -127,7 +141,7 @@ class AttentionState(_AttentionState, TensorTuple):
 
     @classmethod
     def concat(cls, states: Sequence[AttentionState]) -> AttentionState:
-        """States concatenated along the batch axis; shorter caches of full attention are padded on the left."""
+        """Concatenate states along the batch axis. Shorter caches of full attention are padded on the left."""
         longest = max(state.k.shape[1] for state in states)
 
         def joined(parts: list[Tensor]) -> Tensor:
@@ -138,8 +152,9 @@ class AttentionState(_AttentionState, TensorTuple):
 
 
 class AttentionOutput(NamedTuple):
-    """The output of each attention head, before the output projection: y ``[r t h e]``, one row per document; queries
-    and keys, not rotated, and values; the state; and the index with which `from_rows` packs the rows again.
+    """The result of attention before the output projection, with one row per document: the output y ``[r t h
+    e]`` of each head; queries and keys, not rotated, and values; the new state; and the index with which
+    `from_rows` packs the rows again (None if they were not packed).
     """
 
     y: Tensor
@@ -151,8 +166,8 @@ class AttentionOutput(NamedTuple):
 
 
 class Attention(Heads):
-    """Causal attention over a sliding window and persistent tokens, or full attention (window None) without persistent
-    tokens.
+    """Causal attention: over a sliding window and persistent tokens, or full attention (window None) without
+    persistent tokens.
 
     The state holds `slack` more tokens than the window needs, so that `crop` can remove up to `slack` tokens.
     """
@@ -165,6 +180,7 @@ class Attention(Heads):
         self.history = window - 1 + slack if window else 0
 
     def start(self, rows: int) -> AttentionState:
+        """Return the state of `rows` documents before any token is read."""
         none = self.k_proj.weight.new_zeros(rows, self.history, self.heads, self.width)
         nothing = with_host_copy(torch.zeros(rows, dtype=torch.int64, device=none.device), [0] * rows)
         return AttentionState(none, none, nothing, nothing)
@@ -178,10 +194,11 @@ class Attention(Heads):
         fuse: Callable[[AttentionOutput], Tensor] | None = None,
         lse: bool = False,
     ) -> tuple[Float[Tensor, "b t d"], AttentionState]:
-        """The attention output and the new state.
+        """Return the attention output and the new state.
 
-        `fuse`, if given, maps the output of the heads to another one ``[r t h e]`` before the output projection. With
-        `lse`, its input has the log-sum-exp of the window appended to every head.
+        `fuse`, if given, maps the output of the heads to another output ``[r t h e]`` before the output
+        projection. With `lse`, the log-sum-exp of the window is appended to every head in the input of
+        `fuse`.
         """
         seen = self.attend(x, state, offsets, lse=lse)
         y = seen.y if fuse is None else fuse(seen)
@@ -190,7 +207,9 @@ class Attention(Heads):
     def attend(
         self, x: Tensor, state: AttentionState | None, offsets: list[int] | None, *, lse: bool = False
     ) -> AttentionOutput:
-        """`forward` without the output projection; with `lse`, the log-sum-exp of the window is appended."""
+        """Compute `forward` without the output projection. With `lse`, the log-sum-exp of the window is
+        appended to every head.
+        """
         fresh = state is None
         if state is None:
             state = self.start(x.shape[0] if offsets is None else len(offsets) - 1)
@@ -219,8 +238,9 @@ class Attention(Heads):
 def next_attention_state(
     state: AttentionState, k: Tensor, v: Tensor, offsets: list[int] | None, history: int | None, slack: int
 ) -> AttentionState:
-    """The state after new keys and values, one row per document. A window keeps the last `history` tokens; None keeps
-    all.
+    """Return the state after new keys and values, which have one row per document. The last `history` tokens
+    are kept, or all tokens if `history` is None. `slack` is the largest number of tokens that `crop` may
+    remove.
     """
     counts: int | Tensor = k.shape[1] if offsets is None else torch.tensor(offsets, device=k.device).diff()
     position = advance_position(state.position, counts)
@@ -245,25 +265,32 @@ class _SegmentState(NamedTuple):
 
 
 class SegmentState(_SegmentState, TensorTuple):
-    """The incomplete segment of MAC: keys and values ``[r C-1 h e]`` of retrieved vectors and of tokens, filled from
-    the left, and the number of tokens in it ``[r]``.
+    """The incomplete segment of MAC. `retrieved` and `tokens` are the keys and values ``[r C-1 h e]`` of the
+    retrieved vectors and of the tokens, filled from the left; C is the length of a segment. `position`
+    ``[r]`` is the number of tokens in the segment.
     """
 
     __slots__ = ()
 
     @property
     def size(self) -> int:
+        """The length of a segment in tokens."""
         return self.tokens[0].shape[1] + 1
 
     def agrees(self, read: Tensor) -> Tensor:
+        """Whether the position of each row is consistent with having read this many tokens ``[r]``."""
         return self.position == read % self.size
 
     def at(self, position: list[int]) -> SegmentState:
+        """Return the same state, with host copies of its positions in the segment computed from these
+        positions in the text.
+        """
         return self._replace(
             position=with_host_copy(self.position.detach(), [place % self.size for place in position])
         )
 
     def crop(self, tokens: int) -> SegmentState:
+        """Return the state without the last `tokens` tokens of each row, with zeros in their slots."""
         position = self.position - tokens
         kept = torch.arange(self.tokens[0].shape[1], device=position.device) < position.unsqueeze(-1)
 
@@ -274,8 +301,8 @@ class SegmentState(_SegmentState, TensorTuple):
 
 
 class SegmentAttention(Heads):
-    """Attention within a segment of MAC: over persistent tokens, vectors retrieved from the memory, and the segment's
-    tokens (eqs 22-23).
+    """Attention within a segment of MAC, over persistent tokens, vectors retrieved from the memory, and the
+    tokens of the segment (eqs 22-23).
     """
 
     def __init__(self, dim: int, heads: int, segment: int, persistent: int, rotary: float) -> None:
@@ -283,6 +310,7 @@ class SegmentAttention(Heads):
         self.segment = segment
 
     def start(self, rows: int) -> SegmentState:
+        """Return the state of `rows` empty segments."""
         like, shape = self.k_proj.weight, (rows, self.segment - 1, self.heads, self.width)
         # Four separate tensors: safetensors does not store tensors that share memory.
         none = lambda: torch.zeros(shape, dtype=like.dtype, device=like.device)
@@ -297,8 +325,9 @@ class SegmentAttention(Heads):
         opened: list[int],
         offsets: list[int] | None = None,
     ) -> tuple[Float[Tensor, "b t d"], SegmentState]:
-        """Attention of some tokens of one segment per row, none beyond its end. `opened` is ``state.position`` on the
-        host.
+        """Return the attention output for the next tokens of one segment per row, and the new state. The
+        tokens must not reach beyond the end of the segment. `retrieved` is None if nothing was retrieved;
+        `opened` is ``state.position`` on the host.
         """
         most, rows = max(opened), len(opened)
         q, index = to_rows(self.queries(x), offsets)
@@ -326,7 +355,9 @@ class SegmentAttention(Heads):
         mask = segment_mask(q.shape[1], most, prefix[0].shape[0], position, retrieved is not None)
         y = self.project_output(from_rows(masked_softmax(q, keys, values, mask), index))
         counts = [q.shape[1]] * rows if offsets is None else [b - a for a, b in itertools.pairwise(offsets)]
-        if all(a + n == self.segment for a, n in zip(opened, counts, strict=True)):  # nothing is left open
+        if all(
+            a + n == self.segment for a, n in zip(opened, counts, strict=True)
+        ):  # every segment is complete
             return y, self.start(rows)
         kept = _open_places(opened, counts, most, self.segment, joined[0][0].shape[1])
         ends = [
@@ -340,7 +371,9 @@ class SegmentAttention(Heads):
     def whole(
         self, x: Float[Tensor, "b c d"], retrieved: Float[Tensor, "b c d"] | None
     ) -> Float[Tensor, "b c d"]:
-        """`forward` of complete segments, which leave no state. `retrieved` must be given."""
+        """Return the output of `forward` for complete segments, which leave no state. `retrieved` must not be
+        None.
+        """
         assert retrieved is not None
         length = x.shape[1]
         q = self.queries(x)
@@ -351,7 +384,9 @@ class SegmentAttention(Heads):
 
 
 def _open_places(opened: list[int], counts: list[int], most: int, segment: int, length: int) -> Tensor:
-    """Indices ``[r C-1]`` of each row's incomplete segment in the flattened ``[r most+t]``; -1 for empty slots."""
+    """Return the indices ``[r C-1]`` of each row's incomplete segment in the flattened tokens ``[r most+t]``,
+    with -1 for empty slots.
+    """
     place = torch.arange(segment - 1)
     before, new = torch.tensor(opened).unsqueeze(-1), torch.tensor(counts).unsqueeze(-1)
     slot = torch.where(place < before, place, most + place - before)

@@ -1,4 +1,4 @@
-"""The short causal convolution; its last inputs are its state."""
+"""The short causal convolution. Its state is its last inputs."""
 
 from __future__ import annotations
 
@@ -19,9 +19,11 @@ from remanence.runtime.state import roll_history
 
 
 class ShortConv(nn.Module):
-    """A causal depthwise convolution over tokens, whose last inputs are carried as its state. Kernel 0: the identity.
+    """A causal depthwise convolution over tokens. Its state is its last inputs. With kernel 0, it is the
+    identity.
 
-    The state holds `slack` more inputs than the kernel needs, so that up to `slack` tokens can be removed from it.
+    The state holds `slack` more inputs than the kernel needs, so that up to `slack` tokens can be removed
+    from it.
     """
 
     def __init__(self, width: int, kernel: int, slack: int = 0) -> None:
@@ -37,6 +39,7 @@ class ShortConv(nn.Module):
             nn.init.uniform_(self.weight, -bound, bound)
 
     def start(self, rows: int, like: Tensor) -> Float[Tensor, "r past width"]:
+        """Return the state at the start of `rows` documents: zeros, in the dtype and on the device of `like`."""
         return like.new_zeros(rows, self.history, self.width)
 
     def forward(
@@ -45,8 +48,8 @@ class ShortConv(nn.Module):
         past: Float[Tensor, "r past width"],
         offsets: Sequence[int] | None = None,
     ) -> tuple[Float[Tensor, "b t width"], Float[Tensor, "r past width"]]:
-        """The convolution of x, and the new state. `past` has the inputs just before x (zeros at a document's start),
-        one row per document.
+        """Return the convolution of x, and the new state. `past` has the inputs just before x (zeros at a
+        document's start), one row per document.
         """
         if self.weight is None or x.shape[1] == 0:
             return x, past
@@ -69,7 +72,9 @@ class ShortConv(nn.Module):
         *,
         normalize: bool = False,
     ) -> tuple[Float[Tensor, "b t h e"], Float[Tensor, "r past width"]]:
-        """`forward` and SiLU, split into heads; with `normalize`, every head at unit length."""
+        """Apply `forward` and SiLU, and split the result into heads. With `normalize`, every head is scaled
+        to unit length. Also return the new state.
+        """
         if (
             offsets is None
             and self.weight is not None
@@ -94,7 +99,7 @@ class ShortConv(nn.Module):
         past: Float[Tensor, "r past width"],
         offsets: Sequence[int] | None,
     ) -> Tensor:
-        """The new state alone, as `forward` returns it."""
+        """Return only the new state, the same as `forward` returns."""
         if offsets is None:
             return layer_cpu.roll_history(past, x) if layer_cpu.is_supported(x) else roll_history(past, x)
         return torch.cat(
@@ -102,8 +107,8 @@ class ShortConv(nn.Module):
         )
 
     def _convolve(self, x: Tensor) -> Tensor:
-        """``[b t+kernel-1 width]`` to ``[b t width]``. By conv2d: the backward pass of torch's depthwise conv1d is 2.5
-        x slower on a CPU.
+        """Convolve ``[b t+kernel-1 width]`` to ``[b t width]``. This uses conv2d, because the backward pass
+        of torch's depthwise conv1d is 2.5 x slower on a CPU.
         """
         assert self.weight is not None
         weight = self.weight.to(x.dtype).flatten(0, -2)[:, None, None]

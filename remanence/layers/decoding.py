@@ -1,4 +1,4 @@
-"""Attention of one token at a time, with keys and values in buffers of fixed shape: for decoding."""
+"""Attention for decoding: one token at a time, with keys and values in buffers of fixed shape."""
 
 from __future__ import annotations
 
@@ -13,16 +13,17 @@ from remanence.layers.softmax import masked_softmax
 from remanence.ops import decode
 
 INITIAL_CAPACITY = 256
-"""Initial capacity of full attention's buffers, in tokens. When they are full, the decoder starts again with twice the
-capacity.
+"""The initial capacity of the buffers of full attention, in tokens. When they are full, the decoder starts
+again with twice the capacity.
 """
 
 Value = TypeVar("Value")
 
 
 class StepContext(NamedTuple):
-    """The context of one decoding step: the number of tokens each row has read ``[r]``, which rows read a token in
-    this step ``[r]``, values that the layers share, and the tokens themselves (`mixers/base.py: Text`).
+    """The context of one decoding step: `position` ``[r]``, the number of tokens that each row has read;
+    `active` ``[r]``, true for rows that read a token in this step; `shared`, values that the layers share;
+    and `text`, the tokens themselves (`mixers/base.py: Text`).
     """
 
     position: Tensor
@@ -31,14 +32,16 @@ class StepContext(NamedTuple):
     text: Any = None
 
     def cached(self, *key: Hashable, make: Callable[[], Value]) -> Value:
-        """The value of `make`, which is called by the first layer that needs this key."""
+        """Return the shared value of this key. The first layer that needs it computes it with `make`."""
         if key not in self.shared:
             self.shared[key] = make()
         return self.shared[key]
 
 
 def make_buffers(prefix: tuple[Tensor, Tensor], rows: int, count: int) -> tuple[Tensor, Tensor]:
-    """Buffers for keys and values ``[r p+count h e]`` that begin with those of the persistent tokens."""
+    """Return buffers for keys and values ``[r p+count h e]`` that begin with the keys and values ``[p h e]``
+    of the persistent tokens.
+    """
     k, v = (x.new_zeros(rows, x.shape[0] + count, *x.shape[1:]) for x in prefix)
     for buffer, x in zip((k, v), prefix, strict=True):
         buffer[:, : x.shape[0]] = x
@@ -46,8 +49,9 @@ def make_buffers(prefix: tuple[Tensor, Tensor], rows: int, count: int) -> tuple[
 
 
 class WindowDecoder:
-    """Sliding-window or full attention, one token at a time. Keys and values are in a ring buffer, each token at its
-    position modulo the size: keys are already rotated, so their order does not matter.
+    """Sliding-window or full attention, one token at a time. Keys and values are in a ring buffer, where the
+    slot of a token is its position modulo the buffer's size. Keys are already rotated, so their order in the
+    buffer does not matter.
     """
 
     def __init__(self, layer: Attention, state: AttentionState) -> None:
@@ -63,26 +67,28 @@ class WindowDecoder:
             buffer[self._ring_index(state.position, past)] = x.detach()
 
     def _ring_index(self, position: Tensor, count: int) -> tuple[Tensor, Tensor]:
-        """Rows and slots of the last `count` tokens, the newest last."""
+        """Return the row and slot indices of the last `count` tokens, the newest last."""
         token = position.unsqueeze(-1) + torch.arange(-count, 0, device=position.device)
         return torch.arange(len(position), device=position.device).unsqueeze(
             -1
         ), self.persistent + token % self.size
 
     def _mask(self, position: Tensor) -> Tensor:
+        """Return a mask ``[r p+size]`` of the slots that a token at this position attends to."""
         position = position.unsqueeze(-1)
         age = (position - torch.arange(self.size, device=position.device)) % self.size
         seen = (age <= position) & (age < (self.layer.window or self.size))
         return torch.cat([seen.new_ones(len(seen), self.persistent), seen], 1)
 
     def step(self, x: Tensor, now: StepContext) -> Tensor:
+        """Return the output ``[r 1 d]`` for one token per row, after storing its key and value."""
         return self.layer.project_output(self.attend(x, now)[0])
 
     def attend(
         self, x: Tensor, now: StepContext, *, lse: bool = False
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """The output of `step` before its projection, and the token's query and key, not rotated, and value
-        ``[r 1 h e]``. With `lse`, the log-sum-exp is appended to the output.
+        """Return the output of `step` before its projection, then the token's query, key (both not rotated)
+        and value ``[r 1 h e]``. With `lse`, the log-sum-exp is appended to the output.
         """
         layer, shape = self.layer, (self.size, self.persistent, self.layer.window)
         q, (k, v) = layer.queries(x), layer.keys_values(x)
@@ -96,6 +102,7 @@ class WindowDecoder:
         return masked_softmax(rotary(q), self.k, self.v, mask.unsqueeze(1), lse=lse), q, k, v
 
     def state(self, position: Tensor) -> AttentionState:
+        """Return the contents of the buffers as an `AttentionState`, for rows at these positions."""
         full = self.layer.window is None
         where = self._ring_index(position, int(position.max()) if full else self.size - 1)
         slack = (
@@ -105,8 +112,8 @@ class WindowDecoder:
 
 
 class SegmentDecoder:
-    """Attention within MAC's segments, one token at a time, with buffers for the retrieved vectors and tokens of a
-    segment.
+    """Attention within the segments of MAC, one token at a time. The buffers hold the keys and values of the
+    retrieved vectors and of the tokens of one segment.
     """
 
     def __init__(self, layer: SegmentAttention, state: SegmentState) -> None:
@@ -120,13 +127,18 @@ class SegmentDecoder:
 
     @property
     def _first_slots(self) -> tuple[int, int]:
+        """The first slots of the retrieved vectors and of the tokens in the buffers."""
         return self.persistent, self.persistent + self.size
 
     def _mask(self, place: Tensor, retrieved: bool) -> Tensor:
+        """Return a mask ``[r p+2*size]`` of the slots that a token at this place in its segment attends to."""
         seen = torch.arange(self.size, device=place.device) <= place.unsqueeze(-1)
         return torch.cat([seen.new_ones(len(seen), self.persistent), seen & retrieved, seen], 1)
 
     def step(self, x: Tensor, retrieved: Tensor | None, now: StepContext) -> Tensor:
+        """Return the output ``[r 1 d]`` for one token per row, after storing its key and value. `retrieved`
+        is None if nothing was retrieved for it.
+        """
         layer, shape = self.layer, (self.size, self.persistent)
         place = now.cached("place", self.size, make=lambda: now.position % self.size)
         q = layer.queries(x)
@@ -141,6 +153,7 @@ class SegmentDecoder:
         return layer.project_output(masked_softmax(rotary(q), self.k, self.v, mask.unsqueeze(1)))
 
     def state(self, position: Tensor) -> SegmentState:
+        """Return the contents of the buffers as a `SegmentState`, for rows at these positions in the text."""
         place = position % self.size
         held = (torch.arange(self.size - 1, device=place.device) < place.unsqueeze(-1))[..., None, None]
         cut = lambda x, first: torch.where(held, x[:, first : first + self.size - 1], 0.0)

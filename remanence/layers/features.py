@@ -16,11 +16,11 @@ from remanence.runtime.module import assign
 
 
 class Features(nn.Module):
-    """Maps unit keys to unit features of the same width, per head: the first layers of a deep memory, which are trained
-    but not updated at test time.
+    """A map from unit keys to unit features of the same width, for each head. These are the first layers of a
+    deep memory, which are trained but not updated at test time.
 
-    Each layer is residual: ``x <- normalize(x + normalize(SwiGLU(x)) @ down)`` with `hidden` gated features. `down` is
-    initialised to zero, so an untrained deep memory is linear.
+    Each layer is residual: ``x <- normalize(x + normalize(SwiGLU(x)) @ down)`` with `hidden` gated features.
+    `down` is initialised to zero, so an untrained deep memory is linear.
     """
 
     def __init__(self, heads: int, width: int, hidden: int, depth: int = 1) -> None:
@@ -33,6 +33,7 @@ class Features(nn.Module):
 
     @property
     def layers(self) -> list[tuple[Tensor, Tensor]]:
+        """The parameters (up, down) of each layer."""
         return [(getattr(self, f"up{index}"), getattr(self, f"down{index}")) for index in range(self.depth)]
 
     def reset_parameters(self) -> None:
@@ -61,13 +62,13 @@ class Features(nn.Module):
 def per_head_matmul(
     x: Float[Tensor, "b t h i"], weight: Tensor, base: Float[Tensor, "b t h o"] | None = None
 ) -> Float[Tensor, "b t h o"]:
-    """The product of each head with its own matrix ``[h i o]``, added to `base` if given."""
+    """Return the product of each head with its own matrix ``[h i o]``, added to `base` if that is given."""
     if layer.is_supported(x, width=x.shape[-1]) and (base is None or base.dtype == x.dtype):
         return layer.per_head_matmul(x, weight, base)
     weight = weight.to(x.dtype)
     if weight.dim() == 3:
-        # Flattened and unflattened, so that its gradient has the same strides with a single head, too: DDP warns
-        # otherwise.
+        # The weight is flattened and unflattened so that its gradient has the same strides even with a single head.
+        # Otherwise DDP warns.
         weight = weight.flatten(0, 1).unflatten(0, weight.shape[:2])
         y = torch.einsum("bthi,hio->btho", x, weight)
     else:

@@ -16,10 +16,12 @@ from remanence.runtime.module import assign, plain
 
 
 class GateProjection(nn.Module):
-    """The logits of several gates per head, a linear function of the input. Always float32 (or float64).
+    """A linear projection of the input to the logits of several gates per head. It is always computed in
+    float32 (or float64).
 
-    The input is scaled to unit mean square: large inputs would saturate the gates, and the memory could diverge. Not an
-    nn.Linear, because initialisers that zero the bias of every Linear (as Hugging Face's does) would open the gates.
+    The input is scaled to unit mean square, because large inputs would saturate the gates, and the memory
+    could diverge. This is not an nn.Linear, because initialisers that set the bias of every Linear to zero
+    (as Hugging Face's does) would open the gates. `biases` has the initial bias of each gate.
     """
 
     def __init__(self, dim: int, heads: int, biases: Sequence[float]) -> None:
@@ -34,6 +36,7 @@ class GateProjection(nn.Module):
         assign(self.bias, torch.tensor(self.biases).repeat_interleave(self.heads))
 
     def forward(self, x: Float[Tensor, "b t d"]) -> tuple[Float[Tensor, "b t h"], ...]:
+        """Return the logits ``[b t h]`` of each gate."""
         wide = x if x.dtype == torch.float64 else x.float()
         scale = torch.rsqrt(wide.square().mean(-1, keepdim=True) + 1e-6)
         with torch.autocast(x.device.type, enabled=False):
@@ -52,7 +55,9 @@ class GateProjection(nn.Module):
     def log_sigmoids(
         self, x: Float[Tensor, "b t d"], flipped: Sequence[bool]
     ) -> tuple[Float[Tensor, "b t h"], ...]:
-        """The log of each gate's sigmoid, or of one minus the sigmoid where `flipped`."""
+        """Return the log of the sigmoid of each gate's logits, or the log of one minus the sigmoid where
+        `flipped` is true.
+        """
         if layer.is_supported(x, gates=self.bias.shape[-1]) and plain(self, GateProjection):
             return layer.log_gates(x, self.weight, self.bias, self.heads, flipped)
         if layer_cpu.is_supported(x) and plain(self, GateProjection):

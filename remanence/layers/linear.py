@@ -1,4 +1,6 @@
-"""Linear projections: of one layer, or of several stacked layers, whose gradients are accumulated inside the matmul."""
+"""Linear projections of one layer, or of several stacked layers. For stacked layers, the matmul itself
+accumulates the gradients.
+"""
 
 from __future__ import annotations
 
@@ -14,8 +16,8 @@ from remanence.runtime.module import plain
 
 
 def matmul_dtype(x: Tensor) -> torch.dtype:
-    """The dtype in which a matmul of x runs under autocast. An x that is cast to it once is not cast again by every
-    matmul.
+    """Return the dtype in which a matmul of x runs under autocast. Casting x to it once avoids a cast in
+    every matmul.
     """
     device = x.device.type
     return (
@@ -27,7 +29,7 @@ def matmul_dtype(x: Tensor) -> torch.dtype:
 
 class StackedWeight(Tensor):
     """Stacked weights of several layers ``[n outputs inputs]``. Their gradients are added to the tensor that
-    `gradient_sum` returns, and autograd gets none. Results of operations on it are plain tensors.
+    `gradient_sum` returns, and autograd receives none. Results of operations on it are plain tensors.
     """
 
     gradient_sum: Callable[[], Tensor]
@@ -35,6 +37,7 @@ class StackedWeight(Tensor):
 
     @classmethod
     def of(cls, weight: Tensor, gradient_sum: Callable[[], Tensor]) -> StackedWeight:
+        """Return the weight as a `StackedWeight` with this function for the sum of its gradients."""
         made = weight.as_subclass(cls)
         made.gradient_sum = gradient_sum
         return made
@@ -56,8 +59,8 @@ class Linear(nn.Linear):
 
 
 def project(x: Float[Tensor, "b t d"], *projections: Linear) -> tuple[Tensor, ...]:
-    """Several projections of the same x. On a GPU, the gradients of x are accumulated inside the matmuls and not by
-    separate kernels.
+    """Return several projections of the same x. On a GPU, the gradients of x are accumulated inside the
+    matmuls and not by separate kernels.
     """
     if len(projections) < 2 or not x.is_cuda or torch.compiler.is_compiling() or not torch.is_grad_enabled():
         return tuple(projection(x) for projection in projections)
@@ -67,6 +70,7 @@ def project(x: Float[Tensor, "b t d"], *projections: Linear) -> tuple[Tensor, ..
 
 
 def _project_fused(x: Tensor, *projections: Linear) -> tuple[Tensor, ...]:
+    """Compute `project` with `_FusedProjection`, in the dtype of autocast."""
     dtype = matmul_dtype(x)
     weights = [projection.weight for projection in projections]
     sums = tuple(weight.gradient_sum if isinstance(weight, StackedWeight) else None for weight in weights)
@@ -74,7 +78,7 @@ def _project_fused(x: Tensor, *projections: Linear) -> tuple[Tensor, ...]:
 
 
 class _ProjectionContext(FunctionCtx):
-    """What the forward pass of `_FusedProjection` keeps for the backward pass."""
+    """The values that the forward pass of `_FusedProjection` keeps for the backward pass."""
 
     sums: tuple[Callable[[], Tensor] | None, ...]
     saved_tensors: tuple[Tensor, ...]
@@ -82,8 +86,9 @@ class _ProjectionContext(FunctionCtx):
 
 
 class _FusedProjection(torch.autograd.Function):
-    """Projections that add the gradient of a `StackedWeight` to its sum; autograd gets none. On a GPU, the matmul
-    itself adds, so that the gradient of a step is neither rounded nor written to memory and read again.
+    """Several projections of one input. The gradient of a `StackedWeight` is added to its sum, and autograd
+    receives none. On a GPU, the matmul itself does this addition, so that the gradient of a step is not
+    rounded, and not written to memory and read again.
     """
 
     @staticmethod
@@ -131,8 +136,8 @@ class _FusedProjection(torch.autograd.Function):
 
 
 def _add_products(total: Tensor, a: Tensor, b: Tensor) -> None:
-    """``total += a @ b``, ``[n i o]`` each. On a GPU the product is accumulated in float32 without rounding it
-    first.
+    """Compute ``total += a @ b``, ``[n i o]`` each, in place. On a GPU, the product is accumulated in float32
+    without being rounded first.
     """
     if total.dtype == a.dtype:
         total.baddbmm_(a, b)
@@ -143,13 +148,15 @@ def _add_products(total: Tensor, a: Tensor, b: Tensor) -> None:
 
 
 def _stacked(x: Tensor, weight: Tensor) -> Tensor:
-    """x as a matrix of tokens: ``[b*t d]`` for the weight of one layer, ``[n b*t d]`` for stacked weights."""
+    """Return x as a matrix of tokens: ``[b*t d]`` for the weight of one layer, ``[n b*t d]`` for the weights
+    of n stacked layers.
+    """
     return x.reshape(*weight.shape[:-2], -1, x.shape[-1])
 
 
 def broadcast_stacked(weight: Tensor, plain: int, x: Tensor) -> Tensor:
-    """A weight of `plain` axes unchanged, or the stacked weights of several layers in a shape that broadcasts over x
-    when the first axis of x is split by layers.
+    """Return a weight with `plain` axes unchanged. Reshape the stacked weights of several layers so that they
+    broadcast over x when the first axis of x is split by layers.
     """
     return (
         weight

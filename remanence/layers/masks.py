@@ -75,5 +75,5 @@ def segment_mask(
 
 @cached_by_size
 def whole_segment_mask(length: int, prefix: int, device: torch.device) -> Bool[Tensor, "1 length keys"]:
-    """`segment_mask` of a segment read at once."""
+    """Return the `segment_mask` of a complete segment that is read at once."""
     return segment_mask(length, 0, prefix, torch.zeros(1, dtype=torch.int64, device=device))

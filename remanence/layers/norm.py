@@ -28,7 +28,7 @@ class RMSNorm(nn.Module):
     def forward(
         self, x: Float[Tensor, "... width"], dtype: torch.dtype | None = None
     ) -> Float[Tensor, "... width"]:
-        """Normalised x, in its own dtype or the given one."""
+        """Return x normalised over the last axis, in its own dtype or in the given one."""
         dtype = dtype or x.dtype
         if layer.is_supported(x, channels=self.width):
             return layer.rms_norm(x, self.weight, self.eps, dtype)
@@ -40,7 +40,7 @@ class RMSNorm(nn.Module):
     def normalize_gated(
         self, x: Float[Tensor, "b t h width"], gate: Float[Tensor, "b t inner"]
     ) -> Float[Tensor, "b t inner"]:
-        """x normalised per head, times SiLU of a gate; heads are concatenated."""
+        """Normalise each head of x, concatenate the heads, and multiply by SiLU of the gate."""
         if layer.is_supported(x, width=self.width) and layer.is_supported(gate) and plain(self, RMSNorm):
             return layer.gated_norm(x, gate, self.weight, self.eps)
         if layer_cpu.is_supported(x) and plain(self, RMSNorm):
@@ -49,8 +49,8 @@ class RMSNorm(nn.Module):
 
 
 def l2_normalize(x: Tensor) -> Tensor:
-    """x divided by its L2 norm over the last axis, computed in at least float32 and returned in x's dtype. Vectors
-    shorter than about 1e-6 stay shorter than 1.
+    """Divide x by its L2 norm over the last axis, computed in at least float32 and returned in the dtype of
+    x. Vectors shorter than about 1e-6 stay shorter than 1.
     """
     wide = x if x.dtype == torch.float64 else x.float()
     return (wide * torch.rsqrt(wide.square().sum(-1, keepdim=True) + 1e-12)).to(x.dtype)

@@ -11,8 +11,8 @@ from remanence.runtime.cache import cached_by_size
 
 
 class Rotary:
-    """Rotates each pair of channels of ``[r t h e]`` by an angle proportional to the token's position. Angles are
-    computed in float64: in float32 they are off by 0.04 at position two million.
+    """A rotation of each pair of channels of ``[r t h e]`` by an angle proportional to the token's position.
+    Angles are computed in float64, because in float32 they are off by 0.04 at position two million.
     """
 
     def __init__(self, position: Int[Tensor, "#r t"], width: int, base: float, dtype: torch.dtype) -> None:
@@ -32,8 +32,8 @@ class Rotary:
 def rotary_from_start(
     length: int, repeats: int, width: int, base: float, dtype: torch.dtype, device: torch.device
 ) -> Rotary:
-    """`Rotary` of the positions 0 to length - 1, concatenated `repeats` times. Cached: all layers and calls that start
-    at position 0 share it.
+    """Return the `Rotary` of the positions 0 to length - 1, concatenated `repeats` times. It is cached and
+    shared by all layers and calls that start at position 0.
     """
     position = torch.arange(length, device=device).repeat(repeats).unsqueeze(0)
     return Rotary(position, width, base, dtype)

@@ -1,5 +1,5 @@
-"""Softmax attention as functions: full, sliding-window, and over complete segments of MAC; on a GPU by
-FlexAttention.
+"""Softmax attention as functions: full, sliding-window, and over complete segments of MAC. On a GPU,
+FlexAttention computes the last two.
 """
 
 from __future__ import annotations
@@ -20,11 +20,15 @@ if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
 
 ScoreMod = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
-"""FlexAttention's `score_mod`: score, row, head, query and key to the changed score."""
+"""The type of FlexAttention's `score_mod`: a function of score, row, head, query and key that returns the
+changed score.
+"""
 
 
 class FlexAttention(Protocol):
-    """Compiled FlexAttention on ``[r h t e]``: the output, and the log-sum-exp if it is requested."""
+    """Compiled FlexAttention on ``[r h t e]``. It returns the output, and the log-sum-exp or None if that is
+    not requested.
+    """
 
     def __call__(
         self,
@@ -41,8 +45,8 @@ class FlexAttention(Protocol):
 def masked_softmax(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, *, causal: bool = False, lse: bool = False
 ) -> Tensor:
-    """Scaled dot-product attention on ``[r t h e]``, with a mask ``[r or 1, queries, keys]``. With `lse`, the
-    log-sum-exp is appended to the output of every head, and both are at least float32.
+    """Compute scaled dot-product attention on ``[r t h e]``, with a mask ``[r or 1, queries, keys]``. With
+    `lse`, the log-sum-exp is appended to the output of every head, and both are at least float32.
     """
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
     mask = None if mask is None else mask.unsqueeze(1)
@@ -58,8 +62,8 @@ def masked_softmax(
 
 
 def full_attention(q: Tensor, k: Tensor, v: Tensor, position: Tensor | None) -> Tensor:
-    """Causal attention of queries ``[r t h e]`` over a cache and their own tokens ``[r s+t h e]``. With position None,
-    the cache is empty.
+    """Compute causal attention of queries ``[r t h e]`` over cached tokens and their own tokens ``[r s+t h
+    e]``. If position is None, the cache is empty.
     """
     if position is None:
         return masked_softmax(q, k, v, None, causal=True)
@@ -162,7 +166,9 @@ def flex_sliding_attention(
 
 
 def _mask_before(prefix: int, first: Tensor) -> ScoreMod:
-    """A `score_mod` that masks the keys between the persistent keys and each row's `first` ``[r]``."""
+    """Return a `score_mod` that masks the keys after the persistent keys and before the key `first` ``[r]``
+    of each row.
+    """
 
     def score_mod(score: Tensor, row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         return torch.where((key < prefix) | (key >= first[row]), score, -float("inf"))
@@ -171,23 +177,25 @@ def _mask_before(prefix: int, first: Tensor) -> ScoreMod:
 
 
 BLOCK = 128
-"""Block size of FlexAttention in keys: a block is skipped, or computed without the mask, as a whole."""
+"""The block size of FlexAttention in keys. A block is skipped, or computed without the mask, as a whole."""
 
 STATIC_SHAPES = 6
-"""Number of call shapes for which FlexAttention is compiled separately. Later shapes share a kernel with dynamic
-shapes, which is slower (on an H200 96 ms instead of 68 ms for the layers of a 340m MAG).
+"""The number of call shapes for which FlexAttention is compiled separately. Later shapes share a kernel with
+dynamic shapes, which is slower (on an H200 96 ms instead of 68 ms for the layers of a 340m MAG).
 """
 
 RECOMPILE_LIMIT = 64
-"""How often torch may recompile a function. With the default of eight it then runs FlexAttention uncompiled: with all
-scores in memory, 18 GiB for two rows of 16K tokens.
+"""How often torch may recompile a function. After the default of eight recompilations, torch would run
+FlexAttention uncompiled, with all scores in memory: 18 GiB for two rows of 16K tokens.
 """
 
 _static_shapes: set[tuple[object, ...]] = set()
 
 
 def _flex_for_shape(shape: tuple[object, ...], device: torch.device) -> FlexAttention:
-    """FlexAttention compiled for this shape, or with dynamic shapes if there are too many."""
+    """Return FlexAttention compiled for this shape, or compiled with dynamic shapes if there are too many
+    shapes.
+    """
     key = (*shape, device, torch.is_grad_enabled())
     if key not in _static_shapes and len(_static_shapes) < STATIC_SHAPES:
         _static_shapes.add(key)
@@ -196,6 +204,7 @@ def _flex_for_shape(shape: tuple[object, ...], device: torch.device) -> FlexAtte
 
 @cache
 def _compiled_flex(kind: str) -> FlexAttention:
+    """Return compiled FlexAttention: "fixed" for static shapes, "windows" or "segments" for dynamic shapes."""
     from torch.nn.attention.flex_attention import flex_attention
 
     Result = tuple[Tensor, Tensor | None]
@@ -232,6 +241,7 @@ def _compiled_flex(kind: str) -> FlexAttention:
 def _sliding_block_mask(
     queries: int, cached: int, window: int, prefix: int, device: torch.device
 ) -> BlockMask:
+    """Return FlexAttention's mask for a sliding window over persistent, cached and new keys."""
     from torch.nn.attention.flex_attention import create_block_mask
 
     def seen(row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
@@ -242,8 +252,8 @@ def _sliding_block_mask(
 
 
 def prepend(prefix: Tensor, x: Tensor) -> Tensor:
-    """Persistent entries ``[p h e]`` in front of every row of ``[r s h e]``; those of stacked layers ``[n p h e]`` in
-    front of their layer's rows.
+    """Put persistent entries ``[p h e]`` in front of every row of x ``[r s h e]``. The entries of stacked
+    layers ``[n p h e]`` are put in front of the rows of their layer.
     """
     if not prefix.shape[-3]:
         return x
@@ -256,9 +266,10 @@ def prepend(prefix: Tensor, x: Tensor) -> Tensor:
 def whole_segment_attention(
     q: Float[Tensor, "r c h e"], k: Float[Tensor, "r keys h e"], v: Float[Tensor, "r keys h e"]
 ) -> Tensor:
-    """Attention within complete segments of MAC. Keys are those of persistent tokens, then of retrieved vectors, then
-    of the tokens. Half of the scores are masked: on a GPU these blocks are skipped (39 ms of a 340m MAC's step on an
-    H200, instead of 50 ms with torch's masked attention).
+    """Compute attention within complete segments of MAC. The keys are those of the persistent tokens, then of
+    the retrieved vectors, then of the tokens. Half of the scores are masked; on a GPU these blocks are
+    skipped, which takes 39 ms of a 340m MAC's step on an H200, instead of 50 ms with torch's masked
+    attention.
     """
     length, prefix = q.shape[1], k.shape[1] - 2 * q.shape[1]
     if not (q.is_cuda and q.dtype != torch.float64 and length >= 128 and q.shape[-1] >= 16):
@@ -270,6 +281,7 @@ def whole_segment_attention(
 
 @lru_cache(maxsize=16)
 def _segment_block_mask(length: int, prefix: int, device: torch.device) -> BlockMask:
+    """Return FlexAttention's mask for a complete segment of MAC."""
     from torch.nn.attention.flex_attention import create_block_mask
 
     def seen(row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:

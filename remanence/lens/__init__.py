@@ -1,5 +1,5 @@
-"""A web page that shows how a model's memories processed a text: `record` reads the text and records the memories,
-`Page` writes the recordings to one HTML file.
+"""A web page that shows how a model's memories process a text: `record` reads the text and records the
+memories, and `Page` writes the recordings to one HTML file.
 """
 
 from remanence.lens.page import Page, estimate_page_bytes, unpack

@@ -1,8 +1,9 @@
-"""The page: one self-contained HTML file, written piece by piece while a text of any length is read.
+"""The lens page: one self-contained HTML file, written piece by piece while a text of any length is read.
 
-Each piece of the text is a block of JSON: its text, the length of each token in UTF-16 units, and base64 of
-little-endian arrays: signals float32 ``[t l signals]``; log(1 - forget) float32 ``[t l h]``; matches, as uint16
-distances and then int8 cosines (127 is 1) ``[t l h k]``. The last block holds the metadata. `unpack` reads a page back.
+Each piece of the text is a block of JSON with the text, the length of each token in UTF-16 units, and little-endian
+arrays in base64: the signals, float32 ``[t l signals]``; log(1 - forget), float32 ``[t l h]``; and the matches
+``[t l h k]``, as uint16 distances followed by int8 cosines (127 stands for 1). The last block holds the metadata.
+`unpack` reads the data of a page.
 """
 
 from __future__ import annotations
@@ -24,12 +25,15 @@ from remanence.memory.neural import NeuralMemory
 from remanence.tokenizers.tokens import Tokenizer
 
 Array: TypeAlias = "np.ndarray[tuple[int, ...], np.dtype[np.number]]"
+"""A numpy array of numbers."""
 COSINE = 127
-"""The integer that stands for a cosine of 1."""
+"""The integer that represents a cosine of 1."""
 
 
 class Page:
-    """A writer of one page: ``page = Page(file, tokenizer, title)``, `add` for every recording, then `finish`."""
+    """Writes one page: create ``page = Page(file, tokenizer, title)``, call `add` for every recording, then
+    `finish`.
+    """
 
     def __init__(self, file: TextIO, tokenizer: Tokenizer, title: str) -> None:
         self.file, self.decoder, self.title = file, tokenizer.decoder(), title
@@ -84,13 +88,16 @@ class Page:
         self.file.write(self.tail)
 
     def _block(self, kind: str, data: Mapping[str, object]) -> None:
-        # A "<" of the text could end the block.
+        """Write a block of JSON. `kind` is "piece" or "about"."""
+        # An unescaped "<" in the text could end the HTML element.
         text = json.dumps(data, ensure_ascii=False).replace("<", "\\u003c")
         self.file.write(f'<script type="application/json" data-kind="{kind}">{text}</script>\n')
 
 
 def estimate_page_bytes(memories: Sequence[NeuralMemory], size: int) -> int:
-    """The approximate size in bytes of the page of a text of `size` bytes, at one byte per token."""
+    """Return the approximate size in bytes of the page for a text of `size` bytes, assuming one byte per
+    token.
+    """
     heads = max(memory.heads for memory in memories)
     arrays = 2 + len(memories) * (4 * len(SIGNALS) + heads * (4 + 3 * TOP))
     frame = sum(len(_asset(f"page.{kind}")) for kind in ("html", "css", "js"))
@@ -98,14 +105,17 @@ def estimate_page_bytes(memories: Sequence[NeuralMemory], size: int) -> int:
 
 
 def _asset(name: str) -> str:
+    """Return the content of a file in this package."""
     return (files("remanence.lens") / name).read_text(encoding="utf-8")
 
 
 def _array(tensor: Tensor, dtype: str) -> Array:
+    """Convert a CPU tensor to a numpy array of a dtype."""
     return tensor.numpy().astype(dtype)
 
 
 def _base64(*arrays: Array) -> str:
+    """Return the bytes of arrays, one after the other, as base64 text."""
     return base64.b64encode(b"".join(array.tobytes() for array in arrays)).decode()
 
 
@@ -121,7 +131,7 @@ class PageData(NamedTuple):
 
 
 def unpack(path: str | Path) -> PageData:
-    """The data in a page that `remanence lens` wrote, as numpy arrays."""
+    """Read the data in a page that `remanence lens` wrote, as numpy arrays."""
     page = Path(path).read_text(encoding="utf-8")
     found = re.findall(r'<script type="application/json" data-kind="(\w+)">(.*?)</script>', page, re.DOTALL)
     blocks = [json.loads(text) for kind, text in found if kind == "piece"]

@@ -1,4 +1,4 @@
-"""Recording of what a model's memories do with each token of a text while it is read. The text may be of any length."""
+"""Records what a model's memories do with each token of a text, which may have any length."""
 
 from __future__ import annotations
 
@@ -23,7 +23,9 @@ from remanence.ops import current_weights
 from remanence.runtime.errors import DivergedError
 
 SIGNALS = ("surprise", "step", "momentum", "forget")
-"""What is recorded for each token and memory, as the mean over heads: inner loss, step size, momentum, forget gate."""
+"""The numbers recorded for each token and memory, as means over heads: inner loss, step size, momentum,
+forget gate.
+"""
 
 TOP = 3
 """Number of best matches that are recorded for each token, memory and head."""
@@ -31,7 +33,7 @@ TOP = 3
 REACH = 8_192
 """Default number of earlier tokens among which the matches of a token are searched."""
 
-MAX_REACH = 2**16 - 1  # a page stores the distance of a match in two bytes
+MAX_REACH = 2**16 - 1  # largest `reach`: a page stores the distance of a match in two bytes
 COMPRESSED = {
     "xz": rb"\xfd7zXZ\0",
     "gzip": rb"\x1f\x8b\x08",
@@ -40,12 +42,12 @@ COMPRESSED = {
 }
 """Regular expressions for the first bytes of compressed files, by format."""
 POINTS = 256  # approximate number of weight norms recorded along a text
-ROWS, BLOCK = 64, 64  # predictions compared at a time; values in a block, whose best match is found first
-NONE = -2.0  # below every cosine
+ROWS, BLOCK = 64, 64  # number of predictions compared at a time; number of values in a block
+NONE = -2.0  # score of values that are not allowed as matches, below every cosine
 
 
 class Recording(NamedTuple):
-    """What the memories did with one piece of a text of t tokens.
+    """Measurements of all memories on one piece of a text: t tokens, l memories, h heads, k matches.
 
     signals
         ``[t l 4]``: `SIGNALS` by token and memory; NaN where a memory has no such gate.
@@ -53,7 +55,7 @@ class Recording(NamedTuple):
         ``[t l h]``: log(1 - forget) of each head at each token; NaN without a forget gate.
     distance, cosine
         ``[t l h k]``: the distances to the earlier tokens whose values are most similar to the memory's prediction for
-        this token, and the cosine similarities; distance 0 where there is no such token.
+        this token, and the cosine similarities. The distance is 0 if there is no such token.
     norm
         ``[l]``: the norm of each memory's weights after these tokens.
     tokens_read
@@ -70,7 +72,9 @@ class Recording(NamedTuple):
 
 
 def memory_layers(model: CausalModel, only: Sequence[int] = ()) -> dict[int, NeuralMemory]:
-    """The neural memories of a model by layer, counted from 0; with `only`, those of the given layers."""
+    """Return the neural memories of a model by layer index, counted from 0. With `only`, return just those of
+    the given layers.
+    """
     if not isinstance(model, Model):
         raise ValueError(
             "model: expected a remanence Model, got a memory attached to a pretrained model, whose layers are not ours"
@@ -88,16 +92,16 @@ def memory_layers(model: CausalModel, only: Sequence[int] = ()) -> dict[int, Neu
 
 
 def piece_length(model: CausalModel, tokens: int) -> int:
-    """Number of tokens to read at a time, in whole chunks, so that a text of `tokens` tokens has about `POINTS` pieces,
-    each with its weight norms.
+    """Return the number of tokens to read at a time, a multiple of the chunk. A text of `tokens` tokens then
+    has about `POINTS` pieces, and weight norms are recorded after each.
     """
     chunk = model.config.memory.chunk
     return min(max(1, PIECE // chunk), -(-tokens // (POINTS * chunk)) or 1) * chunk
 
 
 def describe_surprise(model: CausalModel) -> str:
-    """What the number reported as surprise means for this model: the loss of its memories' rule, and over how many
-    dimensions it is summed.
+    """Return a phrase that explains the number reported as surprise for this model: the loss of its memories'
+    rule, and over how many dimensions it is summed.
     """
     found = {
         (layer.rule.loss, layer.head_dim) for layer in model.modules() if isinstance(layer, NeuralMemory)
@@ -112,7 +116,7 @@ def describe_surprise(model: CausalModel) -> str:
 
 @torch.no_grad()
 def weight_norms(layers: Mapping[int, NeuralMemory], state: State) -> Float[Tensor, " l"]:
-    """The norm of each memory's current weights, over all its heads."""
+    """Return the norm of each memory's current weights, over all its heads ``[l]``."""
     found = []
     for index, layer in layers.items():
         weights = current_weights(memories(state.blocks[index])[0], net=layer.net, rule=layer.rule)
@@ -132,12 +136,12 @@ def record(
     """Read a text into a session and yield a `Recording` for every `step` tokens.
 
     Args:
-        session: its state is afterwards that at the end of the text.
+        session: reads the text; afterwards its state is that after the text.
         source: the text, in strings or bytes of any length.
         step: number of tokens in a piece.
         reach: number of earlier tokens among which the matches of a token are searched.
-        only: layers to record, counted from 0; by default all that have a memory.
-        max_tokens: read only so many tokens of the text; None: all.
+        only: layers to record, counted from 0; by default all layers that have a memory.
+        max_tokens: largest number of tokens to read. None means the whole text.
     """
     if not 1 <= reach <= MAX_REACH:
         raise ValueError(f"--reach: expected from 1 to {MAX_REACH:,} tokens, got {reach}")
@@ -148,13 +152,13 @@ def record(
     ]
     lists = _first_tokens(session.tokenizer.stream(_refuse_compressed(source)), max_tokens)
     for tokens in token_pieces(lists, step):
-        with threads_for(session.model):  # and not while the caller works on what is yielded
+        with threads_for(session.model):  # the setting must not apply while the caller processes a recording
             recording = _record_piece(session, layers, histories, tokens)
         yield recording
 
 
 def _first_tokens(lists: Iterable[list[int]], count: int | None) -> Iterator[list[int]]:
-    """Lists of tokens up to `count` tokens in all; None: all of them."""
+    """Yield the lists of tokens, cut off after `count` tokens in all. None means no limit."""
     for tokens in lists:
         if count is None:
             yield tokens
@@ -166,7 +170,7 @@ def _first_tokens(lists: Iterable[list[int]], count: int | None) -> Iterator[lis
 
 
 def _refuse_compressed(source: Iterable[str | bytes]) -> Iterator[str | bytes]:
-    """The source; an error if its first bytes are those of a compressed file."""
+    """Yield the parts of a source. Raises an error if its first bytes are those of a compressed file."""
     for number, piece in enumerate(source):
         first = piece[:16] if number == 0 and isinstance(piece, bytes) else b""
         for kind, signature in COMPRESSED.items():
@@ -178,6 +182,7 @@ def _refuse_compressed(source: Iterable[str | bytes]) -> Iterator[str | bytes]:
 def _record_piece(
     session: Session, layers: dict[int, NeuralMemory], histories: list[ValueHistory], tokens: list[int]
 ) -> Recording:
+    """Read one piece of tokens, update the session's state, and return what the memories did."""
     model, before = session.model, session.tokens
     inputs = torch.tensor([tokens], device=model.embed.weight.device)
     calls: dict[NeuralMemory, list[tuple[Tensor, Tensor]]] = {layer: [] for layer in layers.values()}
@@ -210,6 +215,9 @@ def _record_piece(
 
 
 def _signals(trace: MemoryTrace) -> Float[Tensor, "t signals"]:
+    """Return the `SIGNALS` of one memory for each token, averaged over heads; NaN for a gate that the memory
+    does not have.
+    """
     nothing = torch.full_like(trace.surprise, nan)
     momentum = nothing if trace.gates.log_momentum is None else trace.gates.log_momentum.exp()
     forget = nothing if trace.gates.log_keep is None else -trace.gates.log_keep.expm1()
@@ -218,11 +226,13 @@ def _signals(trace: MemoryTrace) -> Float[Tensor, "t signals"]:
 
 
 def _log_keep(trace: MemoryTrace) -> Float[Tensor, "t h"]:
+    """Return log(1 - forget) of each token and head of one memory; NaN if it has no forget gate."""
     log_keep = trace.gates.log_keep
     return (torch.full_like(trace.surprise, nan) if log_keep is None else log_keep)[0].float()
 
 
 Values = Float[Tensor, "t h e"]
+"""Value vectors of a memory, by token and head."""
 
 
 class ValueHistory:
@@ -233,8 +243,8 @@ class ValueHistory:
         self.values = like.new_zeros(heads, 0, width, dtype=torch.float32)
 
     def match(self, values: Values, predictions: Values) -> tuple[Tensor, Tensor]:
-        """The distances and cosines of the best matches of each prediction among earlier values; `values` are then
-        appended to the history.
+        """Return the distances and cosines ``[t h k]`` of the best matches of each prediction among earlier
+        values, and append `values` to the history.
         """
         both = torch.cat([self.values, l2_normalize(values.float()).transpose(0, 1)], 1)
         found = nearest_values(l2_normalize(predictions.float()).transpose(0, 1), both, self.reach)
@@ -245,14 +255,14 @@ class ValueHistory:
 def nearest_values(
     predictions: Float[Tensor, "h t e"], values: Float[Tensor, "h n e"], reach: int, top: int = TOP
 ) -> tuple[Int[Tensor, "t h k"], Float[Tensor, "t h k"]]:
-    """For each prediction the most similar earlier values, as distances and cosines, best first.
+    """Find the `top` most similar earlier values of each prediction; return their distances and cosines, best first.
 
     All vectors are normalized. The predictions belong to the last t values; each is compared with the `reach` values
-    before its own. The maximum of every block is computed first: the best values lie in the blocks with the largest
-    maxima, so only those few are sorted.
+    before its own. The maximum of every block is computed first. The best values are in the blocks with the largest
+    maxima, so that only those few blocks are searched.
     """
     first = values.shape[1] - predictions.shape[1]
-    # Blocks are counted from the end; the first may begin before the text.
+    # Blocks are counted from the end, so the first block may begin before the text.
     padded = torch.nn.functional.pad(values, (0, 0, top * BLOCK, 0))
     distances, cosines = [], []
     for start in range(0, predictions.shape[1], ROWS):
@@ -263,7 +273,7 @@ def nearest_values(
         blocks = max(top, -(-(end - max(0, first + start - reach)) // BLOCK))
         index = end - blocks * BLOCK + torch.arange(blocks * BLOCK, device=part.device)
         score = part @ padded[:, index[0] + top * BLOCK : end + top * BLOCK].mT
-        # Between these edges every value is within reach of every prediction.
+        # Between these two edges, every value is within reach of every prediction, so only the edges need a mask.
         for edge in (slice(0, ROWS + top * BLOCK), slice(-ROWS, None)):
             at = index[edge]
             score[..., edge].masked_fill_((at >= current) | (at < current - reach) | (at < 0), NONE)

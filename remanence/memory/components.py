@@ -1,4 +1,6 @@
-"""Parts of a neural memory layer: its net and rule by name, initial weights, step threshold, and input checks."""
+"""Parts of a neural memory layer: choosing its net and rule by name, its initial weights, the step threshold,
+and input checks.
+"""
 
 from __future__ import annotations
 
@@ -14,16 +16,16 @@ from remanence.ops.rules import is_linear
 from remanence.runtime.choices import check_choice
 
 CLOSED_LOG_GATE = -200.0
-"""The log of a closed gate: finite, and its exponential is 0 in float32."""
+"""The logarithm of a closed gate. It is finite, but its exponential is 0 in float32."""
 
 LARGEST_INPUT = 1e6
-"""The largest absolute value of a layer's input. Values are stored at the scale of the input: beyond this, one token
-could make all others vanish in float32.
+"""The largest allowed absolute value of a layer's input. Values are stored at the scale of the input, so a
+token beyond this limit could make all others vanish in float32.
 """
 
 
 def resolve_net(config: MemoryConfig) -> Net | Deep:
-    """The entry of NETS that a configuration names, with the configuration's changes to it."""
+    """Return the entry of NETS that a configuration names, with the configuration's changes applied to it."""
     check_choice("net", config.net, NETS)
     net = NETS[config.net]
     names = [field.name for field in fields(net)] if is_dataclass(net) else []
@@ -36,7 +38,9 @@ def resolve_net(config: MemoryConfig) -> Net | Deep:
 
 
 def resolve_rule(config: MemoryConfig, net: Net) -> Rule:
-    """The entry of RULES that a configuration names. By default it is token-exact where that has no extra cost."""
+    """Return the entry of RULES that a configuration names. By default, a rule is made token-exact where that
+    has no extra cost.
+    """
     check_choice("rule", config.rule, RULES)
     rule = RULES[config.rule]
     if not is_linear(rule):
@@ -56,8 +60,9 @@ def resolve_rule(config: MemoryConfig, net: Net) -> Rule:
 
 
 class InitialMemory(nn.Module):
-    """The learned initial weights of the memory, per head. For a deep memory: weights whose output is added to that of
-    the updated weights, and which the forget gate does not affect. A separate module, so that it can be reset alone.
+    """The learned initial weights of the memory, per head. In a deep memory, their output is added to the
+    output of the updated weights, and the forget gate does not affect them. This is a separate module, so
+    that it can be reset alone.
     """
 
     def __init__(self, net: Net, heads: int, width: int) -> None:
@@ -73,6 +78,7 @@ class InitialMemory(nn.Module):
             self.register_parameter(f"layer{index}", nn.Parameter(weight.to(device)))
 
     def _draw(self, meta: bool = False) -> tuple[Tensor, ...]:
+        """Return newly drawn initial weights ``[h ...]`` on the CPU, or on the meta device."""
         net, heads, width = self._init_args
         with torch.device("meta" if meta else "cpu"):  # the same random numbers on every device
             return net.init(heads, width)
@@ -83,7 +89,9 @@ class InitialMemory(nn.Module):
 
 
 def apply_threshold(gates: Gates, least: float) -> Gates:
-    """Gates of a memory that skips tokens whose step size is at most `least`: nothing is written or forgotten."""
+    """Change the gates so that tokens whose step size is at most `least` are skipped: such a token writes
+    nothing and forgets nothing.
+    """
     above = gates.log_step.exp() - least
     written = above > 0
     # Where nothing is written, 1 replaces the argument of the log, whose gradient would be NaN.
@@ -97,7 +105,9 @@ def apply_threshold(gates: Gates, least: float) -> Gates:
 
 
 def check_input(x: Tensor, dim: int, dtype: torch.dtype, *, values: bool) -> None:
-    """Check the shape and dtype of a layer's input and, with `values` and on a CPU, that it is finite and in range."""
+    """Check the shape and dtype of a layer's input. With `values` and on a CPU, also check that it is finite
+    and in range.
+    """
     if not isinstance(x, Tensor) or x.dim() != 3 or x.shape[-1] != dim or not x.is_floating_point():
         got = f"{list(x.shape)} {x.dtype}" if isinstance(x, Tensor) else type(x).__name__
         raise ValueError(f"x: expected a floating-point tensor [batch, tokens, {dim}], got {got}")

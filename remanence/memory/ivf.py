@@ -1,8 +1,9 @@
-"""Approximate search with faiss's inverted file index (IVF), for stores too large for exact search. Extra `knn`.
+"""Approximate search with faiss's inverted file index (IVF), for stores too large for exact search. It needs
+the extra `knn`.
 
-An index is built from the state and holds only slots of it: scores, positions and limits are computed from the state,
-so that a stale index can miss an entry but never return a wrong one. Entries written since the index was built are
-searched exactly.
+An index is built from the state and holds only slots of it. Scores, positions and limits are computed from
+the state, so that an outdated index can miss an entry but never return a wrong one. Entries written since the
+index was built are searched exactly.
 """
 
 from __future__ import annotations
@@ -23,13 +24,13 @@ from remanence.memory.store import StoreState
 log = logging.getLogger(__name__)
 
 MIN_ENTRIES = 2**14
-"""Number of entries below which exact search is about as fast."""
+"""The number of entries below which exact search is about as fast, so that no index is built."""
 SAMPLED_QUERIES = 32
-"""Number of queries on which a new index is compared with exact search."""
+"""The number of queries on which a new index is compared with exact search."""
 
 
 class _Index(Protocol):
-    """An index of faiss: the scores and ids of the k best entries for each query."""
+    """An index of faiss. `search` returns the scores and ids of the k best entries for each query."""
 
     def search(self, queries: np.ndarray, k: int) -> tuple[np.ndarray, np.ndarray]: ...
 
@@ -38,11 +39,11 @@ class _RowIndex(NamedTuple):
     """The indices of one row.
 
     position
-        The position in each slot when the indices were built, ``[size]``.
+        The position stored in each slot when the indices were built, ``[size]``.
     heads
         One index per head.
     sample, keys
-        Some slots and their keys, compared to notice that the row now has the store of another document.
+        Some slots and their keys. They are compared to notice that the row now has the store of another document.
     """
 
     position: Tensor
@@ -66,7 +67,9 @@ class IvfSearch:
         self.recall: float | None = None
 
     def __getstate__(self) -> dict[str, object]:
-        """Copies and pickles have no indices: they are rebuilt from the state."""
+        """Return the attributes without indices, because copies and unpickled objects rebuild them from the
+        state.
+        """
         return {"probes": self.probes, "_rows": {}, "recall": self.recall}
 
     @torch.no_grad()
@@ -82,7 +85,7 @@ class IvfSearch:
         return found
 
     def _refresh(self, row: int, state: StoreState) -> bool:
-        """Build the indices of a row if it has none or they are stale; true if they were built."""
+        """Build the indices of a row if it has none or they are outdated. Return whether they were built."""
         position = state.position[row].to("cpu", copy=True)  # a copy: the state may be written in place
         entries = int((position >= 0).sum())
         old = self._rows.get(row)
@@ -106,10 +109,11 @@ class IvfSearch:
         return True
 
     def _build(self, keys: Tensor, slots: Tensor) -> _Index:
+        """Return a new index of the keys ``[n e]`` of one head, with their slots ``[n]`` as ids."""
         faiss, width = _faiss(), keys.shape[1]
         cells = int(2 * math.sqrt(len(keys)))
         index = faiss.IndexIVFFlat(faiss.IndexFlatIP(width), width, cells, faiss.METRIC_INNER_PRODUCT)
-        # The minimum that faiss accepts: an index is soon rebuilt.
+        # Training is kept short, because an index is soon rebuilt: faiss accepts no fewer points per centroid.
         index.cp.max_points_per_centroid, index.cp.niter = (
             39,
             6,
@@ -121,7 +125,9 @@ class IvfSearch:
         return index
 
     def _search(self, q: Tensor, state: StoreState, k: int, limit: Tensor) -> SearchResult:
-        """Search row by row: unchanged entries with the index, entries written since then exactly."""
+        """Search row by row: unchanged entries with the index, and entries written since it was built
+        exactly.
+        """
         scores, indices = [], []
         for row in range(len(q)):
             one, asked, bound = state.rows(slice(row, row + 1)), q[row : row + 1], limit[row : row + 1]
@@ -133,7 +139,7 @@ class IvfSearch:
                 continue
             built = indexed.position.to(q.device)
             unchanged = (one.position[0] == built) & (built >= 0)
-            # More than k are requested, since some may be beyond a query's limit, or overwritten.
+            # More than k entries are requested, because some may be beyond a query's limit or overwritten.
             slots = self._search_index(indexed, asked[0], min(2 * k, state.size)).to(q.device)
             old = self._score(asked[0], one, slots, unchanged, bound[0])
             new = one._replace(position=one.position.masked_fill(unchanged, -1))
@@ -146,6 +152,9 @@ class IvfSearch:
         return SearchResult(torch.cat(scores), torch.cat(indices))
 
     def _search_index(self, indexed: _RowIndex, q: Tensor, k: int) -> Tensor:
+        """Return the slots ``[t h k]`` that the indices find for the queries of one row, -1 where fewer than
+        k are found.
+        """
         found = [
             index.search(q[:, head].float().cpu().contiguous().numpy(), k)[1]
             for head, index in enumerate(indexed.heads)
@@ -153,8 +162,8 @@ class IvfSearch:
         return torch.stack([torch.from_numpy(slots) for slots in found], 1)
 
     def _score(self, q: Tensor, one: StoreState, slots: Tensor, unchanged: Tensor, limit: Tensor) -> Tensor:
-        """Scores of slots ``[t h k]`` with the keys of the state; -inf if an entry was overwritten or is beyond the
-        limit.
+        """Return the scores of slots ``[t h k]``, computed with the keys of the state. They are -inf for
+        entries that were overwritten or are beyond the limit.
         """
         place = slots.clamp(min=0)
         dtype = torch.promote_types(q.dtype, torch.float32)
@@ -166,6 +175,9 @@ class IvfSearch:
     def _measure(
         self, q: Tensor, state: StoreState, k: int, limit: Tensor, found: SearchResult, built: list[int]
     ) -> None:
+        """Set `recall` by comparing the result with exact search, on some queries of the rows whose indices
+        were just built.
+        """
         some = torch.linspace(0, q.shape[1] - 1, min(SAMPLED_QUERIES, q.shape[1]), device=q.device).long()
         rows = torch.tensor(built, device=q.device)
         truth = exact(q[rows][:, some], state.rows(rows), k, limit[rows][:, some])
@@ -174,6 +186,7 @@ class IvfSearch:
 
 
 def _faiss() -> ModuleType:
+    """Return the module faiss, or raise an ImportError that says how to install it."""
     try:
         import faiss
     except ImportError:
@@ -182,6 +195,8 @@ def _faiss() -> ModuleType:
 
 
 def recall(found: Int[Tensor, "*a k"], truth: Int[Tensor, "*a k"]) -> float:
-    """The fraction of the slots in `truth` that are in `found`."""
+    """Return the fraction of the slots in `truth` that are also in `found`. Slots of -1 in `truth` are not
+    counted.
+    """
     hit = (truth.unsqueeze(-1) == found.unsqueeze(-2)).any(-1) & (truth >= 0)
     return float(hit.sum() / (truth >= 0).sum().clamp(min=1))

@@ -43,7 +43,7 @@ from remanence.runtime.positions import is_aligned
 from remanence.runtime.state import TensorTuple, rewind
 
 OWN_QUERY_SHARE = 0.05
-"""With `induction`, the initial weight of a token's own query in its key."""
+"""The initial weight of a token's own query in its key, with `induction`."""
 
 
 class _NeuralMemoryState(NamedTuple):
@@ -52,24 +52,30 @@ class _NeuralMemoryState(NamedTuple):
 
 
 class NeuralMemoryState(_NeuralMemoryState, TensorTuple):
-    """The state of a `NeuralMemory`: its memory, and the last inputs of its convolutions (q, k, v)."""
+    """The state of a `NeuralMemory`: the state of its memory, and the last inputs of its convolutions for q,
+    k and v.
+    """
 
     __slots__ = ()
 
     @property
     def diverged(self) -> Bool[Tensor, " r"]:
-        """Per row: whether the memory has become infinite, NaN or too large since the start of its document."""
+        """Whether the memory of each row has become infinite, NaN or too large since the start of its
+        document.
+        """
         return self.memory.diverged
 
     def crop(self, tokens: int) -> NeuralMemoryState:
-        """The state before the last `tokens` tokens of each row, which must be in the incomplete chunk."""
+        """Return the state before the last `tokens` tokens of each row, which must be in the incomplete
+        chunk.
+        """
         q, k, v = (rewind(past, tokens) for past in self.conv)
         return NeuralMemoryState(self.memory.crop(tokens), (q, k, v))
 
 
 class Trace(NamedTuple):
-    """The result of `NeuralMemory.trace`: output, state, and the surprise and log gates of every token and head (0 at
-    padding).
+    """The result of `NeuralMemory.trace`: the output, the state, and the surprise and log gates of every
+    token and head (0 at padding).
     """
 
     y: Tensor
@@ -125,13 +131,15 @@ class NeuralMemory(Module):
         self.o_proj = Linear(c.inner, c.dim)
         self.initial = InitialMemory(self.net, self.heads, self.head_dim)
         self.checks = (
-            True  # on a CPU, check that x is finite; a model turns this off, as its loss and state show it
+            True  # on a CPU, check that x is finite; models turn this off, as their loss and state show it
         )
         self.reset_own_parameters()
 
     @torch.no_grad()
     def reset_own_parameters(self) -> None:
-        """With `induction`, initialise keys as the query of the previous token."""
+        """With `induction`, initialise the keys so that the key of a token is the query of the previous
+        token. Otherwise do nothing.
+        """
         if self.config.induction:
             queries, keys = self.q_conv.weight, self.k_conv.weight
             assert queries is not None and keys is not None
@@ -146,7 +154,7 @@ class NeuralMemory(Module):
         return f"net={resolve_net(self.config)}, rule={self.rule}, chunk={self.config.chunk}"
 
     def start(self, rows: int, dtype: torch.dtype = torch.float32) -> NeuralMemoryState:
-        """The initial state of `rows` documents: float32, or float64 for a float64 model."""
+        """Return the initial state of `rows` documents. `dtype` is float32, or float64 for a float64 model."""
         weights = tuple(weight.to(dtype) for weight in self.initial.parameters())
         if self.deep:
             weights = tuple(torch.zeros_like(weight) for weight in weights)
@@ -163,7 +171,7 @@ class NeuralMemory(Module):
         offsets: Int[Tensor, " r+1"] | Sequence[int] | None = None,
         traced: bool = False,
     ) -> tuple[Float[Tensor, "b t d"], NeuralMemoryState] | Trace:
-        """The output for x and the state after it.
+        """Return the output for x and the state after it, or a `Trace` if `traced`.
 
         Args:
             x: input of width dim, in the dtype of the layer's parameters; at most 1e6 in absolute value, which is
@@ -187,9 +195,9 @@ class NeuralMemory(Module):
         offsets: Int[Tensor, " r+1"] | Sequence[int] | None = None,
         aligned: bool = False,
     ) -> Trace:
-        """The result of `forward` with the surprise and the gates of every token and head.
+        """Return the result of `forward` together with the surprise and the gates of every token and head.
 
-        `aligned` means that all rows of the state are at a chunk boundary; without a state they are.
+        `aligned` means that all rows of the state are at a chunk boundary. Without a state this is always so.
         """
         carried = state is not None
         if mask is not None:
@@ -237,7 +245,7 @@ class NeuralMemory(Module):
         mask: Bool[Tensor, "b t"] | None = None,
         offsets: Int[Tensor, " r+1"] | Sequence[int] | None = None,
     ) -> Float[Tensor, "b t d"]:
-        """The output for x without writing: every token of x queries the memory in `state`."""
+        """Return the output for x without writing: every token of x queries the memory in `state`."""
         if mask is not None:
             inside, documents = self._unpad(x, mask, offsets)
             return pad_to_mask(self.read(inside, state, offsets=documents), mask)
@@ -250,7 +258,9 @@ class NeuralMemory(Module):
         *,
         offsets: Int[Tensor, " r+1"] | Sequence[int] | None = None,
     ) -> tuple[Float[Tensor, "b t d"], NeuralMemoryState]:
-        """The output of `read` and the new state: the same memory, with the convolutions advanced over x."""
+        """Return the output of `read` and the new state, which has the same memory but convolutions advanced
+        over x.
+        """
         state, borders = self._check_call(x, state, offsets)
         y, past_q = self.query(x, self.current_weights(state), state.conv[0], borders)
         # Only the last inputs are kept; packed documents may end anywhere, so all of theirs are projected.
@@ -260,7 +270,7 @@ class NeuralMemory(Module):
         return y, NeuralMemoryState(state.memory, (past_q, past_k, past_v))
 
     def current_weights(self, state: NeuralMemoryState) -> Weights:
-        """The weights of the memory after all tokens that were read."""
+        """Return the weights ``[r h ...]`` of the memory after all tokens that were read."""
         return current_weights(state.memory, net=self.net, rule=self.rule)
 
     def query(
@@ -270,8 +280,8 @@ class NeuralMemory(Module):
         past: Float[Tensor, "r past width"],
         borders: list[int] | None = None,
     ) -> tuple[Float[Tensor, "b t d"], Float[Tensor, "r past width"]]:
-        """The output for x from a memory with the given weights, and the new history of the query convolution, whose
-        old one is `past`.
+        """Return the output for x from a memory with the given weights, and the new state of the query
+        convolution. `past` is the old state of that convolution.
         """
         q, gate = project(x, self.q_proj, self.g_proj)
         q, past = self.q_conv.convolve_heads(q, past, borders, self.heads, normalize=True)
@@ -285,8 +295,9 @@ class NeuralMemory(Module):
         borders: list[int] | None = None,
         projected: Sequence[Tensor] | None = None,
     ) -> tuple[Tensor, Tensor, Tensor, Gates, tuple[Tensor, Tensor, Tensor]]:
-        """The inputs of the memory: queries and keys ``[b t h f]``, values ``[b t h e]`` and log gates; and the new
-        histories of the convolutions.
+        """Return the inputs of the memory: queries and keys ``[b t h f]``, values ``[b t h e]``, log gates,
+        and the new states of the convolutions. `projected` has the projections of x to q, k and v, if they
+        are already computed.
         """
         q, k, v = project(x, self.q_proj, self.k_proj, self.v_proj) if projected is None else projected
         q, past_q = self.q_conv.convolve_heads(q, conv[0], borders, self.heads, normalize=True)
@@ -295,7 +306,7 @@ class NeuralMemory(Module):
         return self.key_features(q), self.key_features(k), v, self.log_gates(x), (past_q, past_k, past_v)
 
     def key_features(self, x: Float[Tensor, "b t h e"]) -> Float[Tensor, "b t h f"]:
-        """Features of keys or queries; the identity unless the memory is deep."""
+        """Return the features of keys or queries. This is the identity unless the memory is deep."""
         return x if self.features is None else self.features(x)
 
     ask, peek = renamed_method("ask", "query"), renamed_method("peek", "read_frozen")
@@ -304,8 +315,8 @@ class NeuralMemory(Module):
     def output(
         self, q: Float[Tensor, "b t h f"], answers: Float[Tensor, "b t h e"], gate: Float[Tensor, "b t inner"]
     ) -> Float[Tensor, "b t d"]:
-        """The layer's output from retrieved values: normalised, gated (`g_proj` of x) and projected to dim. A deep
-        memory first adds the output of its initial weights.
+        """Compute the layer's output from retrieved values: normalise them, multiply by the gate (`g_proj` of
+        x) and project to dim. A deep memory first adds the output of its initial weights.
         """
         if self.deep:
             (initial,) = self.initial.parameters()
@@ -313,7 +324,9 @@ class NeuralMemory(Module):
         return self.o_proj(self.norm.normalize_gated(answers, gate))
 
     def log_gates(self, x: Tensor) -> Gates:
-        """Logs of the step size, momentum and keep factor (1 - forget gate) of every token and head."""
+        """Return the logarithms of step size, momentum and retention (1 - forget gate) of every token and
+        head.
+        """
         logs = dict(
             zip(
                 self.gate_names,
@@ -327,11 +340,15 @@ class NeuralMemory(Module):
         return apply_threshold(gates, self.config.threshold)
 
     def _initial_state(self, x: Tensor, rows: int) -> NeuralMemoryState:
+        """Return the initial state of `rows` documents, in float64 if x is float64."""
         return self.start(rows, torch.float64 if x.dtype == torch.float64 else torch.float32)
 
     def _check_call(
         self, x: Tensor, state: NeuralMemoryState | None, offsets: Tensor | Sequence[int] | None
     ) -> tuple[NeuralMemoryState, list[int] | None]:
+        """Check the arguments of a call. Return the state (the initial one if None was given) and the offsets
+        as a list or None.
+        """
         check_transforms()
         check_input(x, self.config.dim, self.q_proj.weight.dtype, values=self.checks)
         if state is None:
@@ -348,7 +365,7 @@ class NeuralMemory(Module):
         return state, check_offsets(offsets, x.shape[0], x.shape[1], state.memory.position.shape[0])
 
     def check_state(self, memory: MemoryState) -> None:
-        """Check that a memory's state has the chunk size of this layer."""
+        """Raise ValueError if the chunk size of a memory's state is not that of this layer."""
         expected, chunk = self.config.chunk, memory.chunk
         if chunk != expected:
             raise ValueError(
@@ -356,8 +373,8 @@ class NeuralMemory(Module):
             )
 
     def _unpad(self, x: Tensor, mask: Tensor, offsets: object) -> tuple[Tensor, list[int]]:
-        """The tokens without padding, packed into one row, and their offsets: padding cannot change memory, position or
-        convolution.
+        """Return the tokens without padding, packed into one row, and their offsets. Padding then cannot
+        change memory, position or convolution.
         """
         check_transforms()
         if offsets is not None:

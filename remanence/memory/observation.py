@@ -1,4 +1,4 @@
-"""Observing what neural memories store and predict during a call, without changing the model."""
+"""Observation of the values that neural memories store and predict during a call, without changing the model."""
 
 from __future__ import annotations
 
@@ -14,17 +14,19 @@ if TYPE_CHECKING:
     from remanence.memory.neural import NeuralMemory
 
 Observer = Callable[["NeuralMemory", Tensor, Tensor], None]
-"""Called with a memory, the values that it stores, and its predictions for the queries, both ``[b t h e]``."""
+"""A function that is called with a memory, the values that it stores, and its predictions for the queries,
+both ``[b t h e]``.
+"""
 
 _OBSERVER: ContextVar[Observer | None] = ContextVar("observer", default=None)
 
 
 @contextmanager
 def observing_memories(observer: Observer) -> Iterator[None]:
-    """A context in which `observer` is called by every forward pass that writes to a neural memory.
+    """Within this context, every forward pass that writes to a neural memory calls `observer`.
 
-    It applies to the current thread (or asyncio task) alone: other sessions over the same model are not observed. MAC
-    calls its memory once per segment.
+    This applies only to the current thread (or asyncio task): other sessions with the same model are not
+    observed. MAC calls its memory once per segment.
     """
     token = _OBSERVER.set(observer)
     try:
@@ -34,5 +36,5 @@ def observing_memories(observer: Observer) -> Iterator[None]:
 
 
 def current_observer() -> Observer | None:
-    """The observer of the current context, or None. Compiled code is never observed."""
+    """Return the observer of the current context, or None. Compiled code is never observed."""
     return None if torch.compiler.is_compiling() else _OBSERVER.get()

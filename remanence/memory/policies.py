@@ -1,7 +1,8 @@
-"""Policies that choose which tokens are stored. A policy scores each token; `keep` marks the best of each segment.
+"""Policies that choose which tokens are stored. A policy scores each token; `keep` marks the best tokens of
+each segment.
 
-Scores depend only on the token, its position and its document, and segments are counted from the document's start. What
-is stored therefore does not depend on how a text is split into calls.
+Scores depend only on the token, its position and its document, and segments are counted from the document's
+start. Therefore the stored tokens do not depend on how a text is split into calls.
 """
 
 from __future__ import annotations
@@ -38,16 +39,16 @@ class Tokens(NamedTuple):
 
 
 Policy = Callable[[Tokens], Tensor]
-"""A function from tokens to their scores ``[r t]``."""
+"""A function that returns the scores ``[r t]`` of tokens."""
 
 
 def equal_score(read: Tokens) -> Float[Tensor, "r t"]:
-    """The same score for every token."""
+    """Return the same score for every token."""
     return torch.ones(read.tokens.shape, device=read.tokens.device)
 
 
 def rarity(read: Tokens) -> Float[Tensor, "r t"]:
-    """-log p of each token in a table of unigrams: rare tokens score high."""
+    """Return -log p of each token in a table of unigrams, so that rare tokens score high."""
     if read.log_unigrams is None:
         raise ValueError(
             "log_unigrams: expected a table from unigrams(), which the policy 'rare' needs, got None"
@@ -56,7 +57,7 @@ def rarity(read: Tokens) -> Float[Tensor, "r t"]:
 
 
 def surprise_score(read: Tokens) -> Float[Tensor, "r t"]:
-    """The surprise of each token, as given."""
+    """Return the given surprise of each token."""
     if read.surprise is None:
         raise ValueError(
             "surprise: expected a number for each token, which the policy 'surprise' needs, got None"
@@ -65,8 +66,8 @@ def surprise_score(read: Tokens) -> Float[Tensor, "r t"]:
 
 
 def random_score(read: Tokens) -> Float[Tensor, "r t"]:
-    """Random scores, uniform in [0, 1), as a control. A hash of seed, document and position, so that calls do not
-    matter.
+    """Return random scores, uniform in [0, 1), as a control. They are a hash of seed, document and position,
+    so that they do not depend on how a text is split into calls.
     """
     document = read.document
     if document is None:
@@ -76,7 +77,7 @@ def random_score(read: Tokens) -> Float[Tensor, "r t"]:
 
 
 def _hash(x: Tensor) -> Tensor:
-    """The finalizer of splitmix64, a 64-bit hash. Overflow of the products is intended."""
+    """Return the finalizer of splitmix64, a 64-bit hash. Overflow of the products is intended."""
     x = x + -0x61C8864680B583EB
     for shift, factor in ((30, -0x40A7B892E31B1A47), (27, -0x6B2FB644ECCEEE15)):
         x = (
@@ -91,13 +92,14 @@ POLICIES: dict[str, Policy] = {
     "surprise": surprise_score,
     "random": random_score,
 }
+"""The policies by name."""
 
 
 def keep(score: Float[Tensor, "r t"], fraction: float, segment: int) -> Bool[Tensor, "r t"]:
-    """A mask of the best `fraction` of each complete segment, at least one token; of equal scores the earlier; never a
-    score of -inf.
+    """Return a mask of the best `fraction` of the tokens of each complete segment, at least one token. Of
+    equal scores, the earlier token is preferred. Tokens with a score of -inf are never marked.
 
-    Scores start at a segment boundary. Tokens after the last complete segment are not marked yet.
+    The first score must be at a segment boundary. Tokens after the last complete segment are not marked yet.
     """
     if not 0 < fraction <= 1:
         raise ValueError(f"fraction: expected above 0 and at most 1, got {fraction!r}")
@@ -114,7 +116,7 @@ def keep(score: Float[Tensor, "r t"], fraction: float, segment: int) -> Bool[Ten
 
 
 def dilate(mask: Bool[Tensor, "r t"], distance: int) -> Bool[Tensor, "r t"]:
-    """The mask with all tokens within `distance` of a marked token marked, too."""
+    """Return the mask with all tokens within `distance` tokens of a marked token marked as well."""
     distance = min(distance, mask.shape[1])
     if not distance:
         return mask
@@ -122,7 +124,9 @@ def dilate(mask: Bool[Tensor, "r t"], distance: int) -> Bool[Tensor, "r t"]:
 
 
 def unigrams(corpus: Tensor | Iterable[Tensor], vocabulary: int) -> Float[Tensor, " v"]:
-    """Log-probabilities of the tokens of a corpus, given as one tensor or several, with add-one smoothing."""
+    """Return the log-probabilities ``[v]`` of the tokens of a corpus with add-one smoothing. The corpus is
+    one tensor or several.
+    """
     counts = torch.zeros(vocabulary, dtype=torch.int64, device="cpu")
     for tokens in [corpus] if isinstance(corpus, Tensor) else corpus:
         found = torch.bincount(tokens.flatten().cpu(), minlength=vocabulary)

@@ -1,7 +1,7 @@
-"""Search for stored entries and attention over them. Search has no gradient; attention has.
+"""Search for stored entries, and attention over them. Attention is differentiable, search is not.
 
-A search is a function ``(q, state, k, limit) -> SearchResult``. A query finds only entries whose position is at most
-its `limit`: its own position minus the local window, so that no token is attended to twice.
+A search is a function ``(q, state, k, limit) -> SearchResult``. A query finds only entries whose position is
+at most its `limit`: its own position minus the local window, so that no token is attended to twice.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 BLOCK, SCORES = 2**16, 2**22
-"""Number of entries that are searched at once, and of scores of a head held at once: the fastest of those tried on one
-core with 8K to 262K entries.
+"""The number of entries that are searched at once, and the number of scores of a head that are held at once.
+These were the fastest values among those tried on one core with 8K to 262K entries.
 """
 
 
@@ -49,11 +49,15 @@ class Search(Protocol):
 
 
 FEW_QUERIES = 8
-"""Up to this many queries are multiplied with the strided keys of the store; for more, the keys are copied first."""
+"""Up to this number of queries, the strided keys of the store are multiplied directly. For more queries, the
+keys are copied first.
+"""
 
 
 def without_autocast(function: Callable[P, T]) -> Callable[P, T]:
-    """A decorator that disables autocast, which would lower the precision of float32 products."""
+    """Decorate a function so that it runs without autocast, which would lower the precision of float32
+    products.
+    """
 
     @wraps(function)
     def run(*args: P.args, **kwargs: P.kwargs) -> T:
@@ -66,17 +70,18 @@ def without_autocast(function: Callable[P, T]) -> Callable[P, T]:
 
 
 def l2_normalize(x: Float[Tensor, "... e"]) -> Float[Tensor, "... e"]:
-    """x at unit length over the last axis, as stored keys and their queries are."""
+    """Scale x to unit length over the last axis. Stored keys and their queries are normalised in this way."""
     return F.normalize(x, dim=-1)
 
 
 @without_autocast
 @torch.no_grad()
 def exact(q: Float[Tensor, "r t h e"], state: StoreState, k: int, limit: Int[Tensor, "r t"]) -> SearchResult:
-    """The k best of all entries; of equal scores the lower slot. Memory use does not grow with the store.
+    """Return the k best of all entries; of equal scores the entry in the lower slot. Memory use does not grow
+    with the store.
 
-    Selection costs more than scoring, so it has two rounds: the k best entries are in the k groups with the highest
-    maxima, so only the maxima of all groups and the scores of k groups are sorted.
+    Selection costs more than scoring, so it has two rounds. The k best entries are in the k groups with the
+    highest maxima, so only the maxima of all groups and the scores of k groups are sorted.
     """
     check_search(q, state, k, limit)
     if dispatch.search_reason(q, state.k) is None:
@@ -112,7 +117,7 @@ def exact(q: Float[Tensor, "r t h e"], state: StoreState, k: int, limit: Int[Ten
 
 
 def dense(q: Float[Tensor, "r t h e"], state: StoreState, k: int, limit: Int[Tensor, "r t"]) -> SearchResult:
-    """All entries, for any k: attention over the whole store."""
+    """Return all entries, for any k, so that attention covers the whole store."""
     hidden = (state.position < 0).unsqueeze(1) | (state.position.unsqueeze(1) > limit.unsqueeze(-1))
     score = torch.zeros(hidden.shape, dtype=torch.promote_types(q.dtype, torch.float32), device=q.device)
     score = score.masked_fill_(hidden, -torch.inf).unsqueeze(2)
@@ -124,7 +129,7 @@ def dense(q: Float[Tensor, "r t h e"], state: StoreState, k: int, limit: Int[Ten
 def _triton_search(
     q: Float[Tensor, "r t h e"], state: StoreState, k: int, limit: Int[Tensor, "r t"]
 ) -> SearchResult:
-    """`exact` with the Triton kernels; an error if they cannot run."""
+    """Compute `exact` with the Triton kernels. Raise ValueError if they cannot run."""
     check_search(q, state, k, limit)
     reason = dispatch.search_reason(q, state.k)
     if reason is not None:
@@ -133,6 +138,7 @@ def _triton_search(
 
 
 def _make_triton_search() -> Search:
+    """Return `_triton_search`, or raise ImportError if Triton is not installed."""
     if launch.kernels() is None:
         raise ImportError("search 'triton' needs Triton: pip install 'remanence[triton]'")
     return _triton_search
@@ -145,7 +151,9 @@ def _make_ivf_search() -> Search:
 
 
 CAPTURED = (exact, dense, _triton_search)
-"""Searches that a CUDA graph can capture: no decisions on the host, and no data except the store."""
+"""The searches that a CUDA graph can capture, because they make no decisions on the host and use no data
+except the store.
+"""
 
 SEARCHES: dict[str, Callable[[], Search]] = {
     "exact": lambda: exact,
@@ -153,17 +161,20 @@ SEARCHES: dict[str, Callable[[], Search]] = {
     "triton": _make_triton_search,
     "ivf": _make_ivf_search,
 }
-"""Functions that make a search, by name. An approximate search has an index, which can be rebuilt from the state."""
+"""Functions that make a search, by name. An approximate search has an index, which can be rebuilt from the
+state.
+"""
 
 
 @without_autocast
 def attend(
     q: Float[Tensor, "r t h e"], found: SearchResult, state: StoreState, scale: Float[Tensor, " h"]
 ) -> tuple[Float[Tensor, "r t h e"], Float[Tensor, "r t h"]]:
-    """Softmax attention over the entries found, and its log-sum-exp; 0 and -inf where none was found.
+    """Compute softmax attention over the entries found. Return the output and its log-sum-exp, which are 0
+    and -inf where none was found.
 
-    Scores are computed again from the stored keys, so that queries and the `scale` of each head get gradients; the
-    store gets none.
+    Scores are computed again from the stored keys, so that queries and the `scale` of each head get
+    gradients. The store gets none.
     """
     if found.index.shape[-1] < found.score.shape[-1]:
         return _attend_to_all(q, found.score, state, scale)
@@ -183,8 +194,8 @@ def combine(
     memory_lse: Float[Tensor, "r t h"],
     gate: Float[Tensor, " h"] | None = None,
 ) -> Float[Tensor, "r t h e"]:
-    """Local and memory attention combined: mixed by the sigmoid of each head's `gate` or, without a gate, by a joint
-    softmax.
+    """Combine local attention and attention over the memory, with the sigmoid of each head's `gate` as the
+    share of the memory, or by a joint softmax if `gate` is None.
 
     Where the memory is empty, the result is local attention alone.
     """
@@ -199,7 +210,7 @@ def combine(
 
 
 def check_search(q: Tensor, state: StoreState, k: int, limit: Tensor) -> None:
-    """Check the shapes and k of a search."""
+    """Raise ValueError if the shapes or k of a search are invalid."""
     if list(state.k.shape[2:]) != list(q.shape[2:]) or len(state.k) != len(q):
         raise ValueError(
             f"q: expected rows, heads and width of the store's {list(state.k.shape)}, got shape {list(q.shape)}"
@@ -211,8 +222,8 @@ def check_search(q: Tensor, state: StoreState, k: int, limit: Tensor) -> None:
 
 
 def _search_tiles(q: Tensor, entries: int) -> Iterator[tuple[slice, slice]]:
-    """Rows and heads that are searched together: all on a GPU or if there are few scores, else one head at a time, so
-    that the scores fit into the CPU's cache.
+    """Yield the rows and heads that are searched together: all of them on a GPU or if there are few scores,
+    otherwise one head at a time, so that the scores fit into the CPU's cache.
     """
     rows, tokens, heads, _ = q.shape
     if q.is_cuda or rows * heads * tokens * entries <= SCORES:
@@ -224,8 +235,8 @@ def _search_tiles(q: Tensor, entries: int) -> Iterator[tuple[slice, slice]]:
 
 
 def _visible_entries(position: Tensor, limit: Tensor) -> str:
-    """How many entries of a block the queries may find: "all", "some" or "none". On a GPU always "some", to avoid a
-    sync.
+    """Return how many entries of a block the queries may find: "all", "some" or "none". On a GPU always
+    return "some", to avoid a synchronisation.
     """
     if position.is_cuda or not limit.numel():
         return "some"
@@ -235,9 +246,11 @@ def _visible_entries(position: Tensor, limit: Tensor) -> str:
 
 
 def _top_k_of_block(scores: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """The k best scores of ``[... n]`` (n if that is less than k) and their indices."""
+    """Return the k best scores of ``[... n]`` (all n if there are fewer than k) and their indices."""
     entries = scores.shape[-1]
-    size = 2 ** round(math.log2(max(entries / k, 1)) / 2)  # both rounds then sort equally many
+    size = 2 ** round(
+        math.log2(max(entries / k, 1)) / 2
+    )  # both rounds then sort about the same number of scores
     groups = -(-entries // size)
     if groups <= k:
         return top_k(
@@ -253,7 +266,9 @@ def _top_k_of_block(scores: Tensor, k: int) -> tuple[Tensor, Tensor]:
 
 
 def top_k(score: Tensor, index: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """The k best scores and their indices; of equal scores the lower index first, which torch.topk does not ensure."""
+    """Return the k best scores and their indices. Of equal scores the lower index comes first, which
+    torch.topk does not ensure.
+    """
     if score.dtype == torch.float32:
         return unpack(pack(score, index).topk(k).values)
     order = index.argsort(dim=-1)
@@ -262,8 +277,8 @@ def top_k(score: Tensor, index: Tensor, k: int) -> tuple[Tensor, Tensor]:
 
 
 def _softmax(score: Tensor, scale: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
-    """Softmax weights and log-sum-exp of scores ``[r t h n]``, at least float32. If all scores of a query are hidden,
-    neither they nor their gradients are NaN.
+    """Return the softmax weights and the log-sum-exp of scores ``[r t h n]``, in at least float32. If all
+    scores of a query are hidden, neither the results nor their gradients are NaN.
     """
     score = score.to(torch.promote_types(score.dtype, torch.float32)) * scale.unsqueeze(-1)
     nothing = hidden.all(-1, keepdim=True)
@@ -274,7 +289,9 @@ def _softmax(score: Tensor, scale: Tensor, hidden: Tensor) -> tuple[Tensor, Tens
 
 
 def _attend_to_all(q: Tensor, mask: Tensor, state: StoreState, scale: Tensor) -> tuple[Tensor, Tensor]:
-    """Attention over all entries, block by block. Without gradients, only the mask grows with the store."""
+    """Compute `attend` over all entries, block by block. Without gradients, only the mask grows with the
+    store.
+    """
     whole: tuple[Tensor, Tensor] | None = None
     block = max(1, BLOCK // 256, SCORES // max(q[..., 0].numel(), 1))
     for first in range(0, state.size, block):
@@ -293,9 +310,11 @@ def _attend_to_all(q: Tensor, mask: Tensor, state: StoreState, scale: Tensor) ->
 
 
 def _merge_attention(a: Tensor, a_lse: Tensor, b: Tensor, b_lse: Tensor) -> tuple[Tensor, Tensor]:
-    """Two attention outputs merged as one softmax over the keys of both."""
+    """Merge two attention outputs as one softmax over the keys of both. Return the output and its
+    log-sum-exp.
+    """
     empty = b_lse == -torch.inf
     share = (b_lse - a_lse).masked_fill(empty, -torch.inf).sigmoid()
-    # Not logaddexp of two -inf, whose gradient is NaN.
+    # This avoids logaddexp of two -inf, whose gradient is NaN.
     lse = torch.where(empty, a_lse, torch.logaddexp(a_lse, b_lse.masked_fill(empty, 0.0)))
     return torch.lerp(a, b, share.unsqueeze(-1).to(a.dtype)), lse

@@ -13,7 +13,9 @@ from remanence.runtime.choices import check_choice
 from remanence.runtime.state import TensorTuple
 
 Evict = Literal["oldest", "importance"]
+"""The entry that is dropped from a full store: the oldest, or the one of lowest importance."""
 EVICTIONS: tuple[Evict, ...] = ("oldest", "importance")
+"""All values of `Evict`."""
 
 
 class _StoreState(NamedTuple):
@@ -31,7 +33,7 @@ class StoreState(_StoreState, TensorTuple):
         The stored pairs ``[r size h e]``, detached. Keys are not rotated, as slots are not positions in the text, and
         have unit length, so that they stay comparable while the projections are trained.
     position
-        Position of the token of each entry in its document, ``[r size]``; -1: empty slot.
+        Position of the token of each entry in its document, ``[r size]``; -1 for an empty slot.
     importance
         Importance of each entry, ``[r size]``, float32: eviction by importance drops the lowest.
     written
@@ -43,11 +45,12 @@ class StoreState(_StoreState, TensorTuple):
 
     @property
     def size(self) -> int:
+        """The number of slots."""
         return self.k.shape[1]
 
     def enlarge(self, size: int) -> StoreState:
-        """The state with empty slots appended, up to `size` slots. Valid only for a store that was never full: in a
-        ring that was full, the slot of the next entry depends on the size.
+        """Return the state with empty slots appended, up to `size` slots. This is valid only for a store that
+        was never full, because the next slot of a ring buffer that was full depends on its size.
         """
         more = size - self.size
         if not more:
@@ -57,6 +60,7 @@ class StoreState(_StoreState, TensorTuple):
         return StoreState(k, v, position, F.pad(self.importance, (0, more)), self.written)
 
     def agrees(self, read: Tensor) -> Tensor:
+        """Whether the state of each row is consistent with having read this many tokens ``[r]``."""
         inside = ((self.position >= -1) & (self.position < read.unsqueeze(-1))).all(1)
         return inside & (self.written >= 0) & (self.written <= read)
 
@@ -65,10 +69,11 @@ class Store:
     """A store of a given size, and how it evicts entries. Its entries are in a `StoreState`.
 
     evict
-        "oldest": a ring buffer. "importance": the entry of lowest importance, stored or new, is dropped; of equal ones
-        the older. Importance halves every `half_life` tokens (None: never). It decays alike for all entries, so their
-        order stays the same: the store always holds the most important of all entries, however they are split into
-        calls. Entries are kept in the order in which they were written, so each call copies the whole store.
+        "oldest": a ring buffer. "importance": the entry of lowest importance, stored or new, is dropped; of equally
+        important entries, the older one. Importance halves every `half_life` tokens (None: never). It decays at the
+        same rate for all entries, so their order stays the same. The store therefore always holds the most important
+        of all entries, however they are split into calls. Entries are kept in the order
+        in which they were written, so each call copies the whole store.
     """
 
     def __init__(
@@ -84,11 +89,11 @@ class Store:
         self.size, self.heads, self.width, self.evict, self.half_life = size, heads, width, evict, half_life
 
     def with_size(self, size: int) -> Store:
-        """A store like this one with another size."""
+        """Return a store like this one with another size."""
         return Store(size, self.heads, self.width, self.evict, half_life=self.half_life)
 
     def start(self, rows: int, like: Tensor) -> StoreState:
-        """The state of empty stores, on the device and in the dtype of `like`."""
+        """Return the state of `rows` empty stores, on the device and in the dtype of `like`."""
         k, v = (
             like.new_zeros(rows, self.size, self.heads, self.width, requires_grad=False) for _ in range(2)
         )
@@ -110,7 +115,8 @@ class Store:
         *,
         reuse: bool = False,
     ) -> StoreState:
-        """The state after new entries, in the order given. Entries where `mask` is false are not written.
+        """Return the state after adding new entries in the given order. Entries where `mask` is false are not
+        written.
 
         With `reuse`, the old state may be overwritten: a ring buffer is then changed in place and not copied.
         """
@@ -152,7 +158,9 @@ class Store:
     def _add_best(
         self, state: StoreState, new: tuple[Tensor, ...], mask: Tensor | None, count: Tensor
     ) -> StoreState:
-        """The most important of stored and new entries, in the order in which they were written; empty slots last."""
+        """Return a state with the most important of the stored and new entries, in the order in which they
+        were written, with empty slots last.
+        """
         position, importance = (
             torch.cat([old, entries], 1) for old, entries in zip(state[2:4], new[2:], strict=True)
         )
@@ -183,6 +191,7 @@ class Store:
         return StoreState(*kept)
 
     def _check(self, state: StoreState, k: Tensor, v: Tensor, position: Tensor) -> None:
+        """Raise ValueError if the shapes of the new entries or of the state do not fit this store."""
         want = [state.k.shape[0], position.shape[-1], self.heads, self.width]
         for name, tensor, shape in (("k", k, want), ("v", v, want), ("position", position, want[:2])):
             if list(tensor.shape) != shape:

@@ -1,7 +1,8 @@
 """The mixers, one file each: attention, the neural memory alone, Titans' MAC, MAG and MAL, and the kNN memory.
 
-`MIXERS` maps names to mixers; a model's `pattern` is made of these names. To add your own, write a `Mixer` and register
-its class, or any function that makes one from a `ModelConfig`: ``MIXERS["mine"] = Mine``.
+A mixer is the part of a layer that exchanges information between tokens. `MIXERS` maps names to mixers; the
+`pattern` of a model is a sequence of these names. To add a mixer, write a subclass of `Mixer` and register
+it, or any function that creates one from a `ModelConfig`: ``MIXERS["mine"] = Mine``.
 """
 
 from collections.abc import Callable
@@ -33,6 +34,7 @@ MIXERS: dict[str, Callable[[ModelConfig], Mixer]] = {
     "gated_delta": linear_baseline("gated_delta"),
     "ttt": ttt,
 }
+"""For each name in a `pattern`, a function that creates the mixer from the configuration of the model."""
 
 BLOCKS = MIXERS
 """The old name of `MIXERS`."""

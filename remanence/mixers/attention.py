@@ -1,4 +1,4 @@
-"""Attention alone: over all earlier tokens (Transformer++), or over a sliding window."""
+"""A mixer with attention only: over all earlier tokens (Transformer++), or over a sliding window."""
 
 from __future__ import annotations
 
@@ -13,20 +13,22 @@ from remanence.mixers.base import ACTIVATIONS, Context, Mixer, MixerDecoder, Mix
 
 
 def sliding_window(config: ModelConfig) -> Attention:
-    """The sliding attention of a configuration. Its state keeps enough old tokens that as many can be cropped as from
-    the memory's open chunk.
+    """Create the sliding-window attention for a model. Its state keeps ``chunk - 1`` additional old tokens,
+    so that as many tokens can be cropped as from the open chunk of a memory.
     """
     slack = config.memory.chunk - 1
     return Attention(config.dim, config.heads, config.window, config.persistent, config.rotary, slack=slack)
 
 
 def keys_seen(attention: Attention, length: int, persistent: int) -> float:
-    """The mean number of keys per query in a text of `length` tokens."""
+    """The approximate mean number of keys per query in a text of `length` tokens. `persistent` is the number
+    of persistent tokens.
+    """
     return length / 2 if attention.window is None else min(length / 2, attention.window + persistent)
 
 
 class AttentionMixer(Mixer):
-    """Attention over a sliding window, or over all earlier tokens."""
+    """Attention over a sliding window (`sliding`), or over all earlier tokens."""
 
     State: ClassVar[type] = AttentionState
 
@@ -61,7 +63,7 @@ class AttentionMixer(Mixer):
 
 
 class AttentionDecoder(MixerDecoder):
-    """Attention, one token at a time."""
+    """The decoder of `AttentionMixer`, which reads one token at a time."""
 
     def __init__(self, attention: Attention, state: AttentionState) -> None:
         self.window = WindowDecoder(attention, state)

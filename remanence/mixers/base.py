@@ -1,8 +1,9 @@
-"""The interface of a mixer, the part of a layer that mixes tokens, and its decoder.
+"""The interface of a mixer (the part of a layer that exchanges information between tokens) and of its
+decoder.
 
-A new architecture is one file with a subclass of `Mixer` and one line in `MIXERS`. It needs `start` and `forward`;
-streaming, decoding, memory files, the cost plan and training then work. The other methods have defaults, which a
-subclass may override.
+A new architecture needs one file with a subclass of `Mixer`, and one line in `MIXERS`. The subclass must
+implement `start` and `forward`; streaming, decoding, memory files, the cost plan and training then work. The
+other methods have defaults, which a subclass may override.
 """
 
 from __future__ import annotations
@@ -27,24 +28,26 @@ T = TypeVar("T")
 
 
 class MemoryTrace(NamedTuple):
-    """Surprise and log gates of each token and head ``[b t h]``."""
+    """The values by which a neural memory was updated, for each token and head."""
 
     surprise: Tensor
+    """The surprise of each token ``[b t h]``."""
     gates: Gates
+    """The logarithms of the gates, each ``[b t h]``."""
 
     @classmethod
     def map_tensors(
         cls, trace: MemoryTrace | None, function: Callable[[Tensor], Tensor]
     ) -> MemoryTrace | None:
-        """A trace with a function applied to each of its tensors; None stays None."""
+        """Apply a function to each tensor of a trace, and return the new trace; None if `trace` is None."""
         return trace and cls(function(trace.surprise), trace.gates.map(function))
 
     @classmethod
     def join(
         cls, traces: Sequence[MemoryTrace | None], concat: Callable[[list[Tensor]], Tensor] | None = None
     ) -> MemoryTrace | None:
-        """The trace of a call, concatenated from the traces of its pieces; None if any of them is None. `concat` joins
-        tensors, by default along the tokens.
+        """Concatenate the traces of consecutive pieces of a call; None if any of them is None. `concat` is
+        the function that joins their tensors; by default, they are joined along the token axis.
         """
         if concat is None:
             concat = lambda pieces: torch.cat(pieces, 1)
@@ -57,32 +60,38 @@ class MemoryTrace(NamedTuple):
 
 
 class MixerOutput(NamedTuple):
-    """The result of a mixer or a block: the output ``[b t d]``, the new state, and the trace of its memory."""
+    """The result of calling a mixer or a block."""
 
     y: Tensor
+    """The output ``[b t d]``."""
     state: Any
+    """The state after the call."""
     trace: MemoryTrace | None = None
+    """The trace of the neural memory; None if there is no memory, or it was not written."""
 
 
 class Text(NamedTuple):
-    """The tokens of a call and what a language model computes from them: token ids ``[b t]``, the log-frequencies of
-    the vocabulary ``[v]`` if the model has them, and the head, which maps hidden vectors to logits.
-    """
+    """The tokens of a call, and the parts of the language model that mixers may need."""
 
     tokens: Tensor
+    """Token ids ``[b t]``."""
     log_unigrams: Tensor | None
+    """The log-frequency of each token of the vocabulary ``[v]``; None if the model does not have them."""
     logits: Callable[[Tensor], Tensor]
+    """The language model head: maps hidden vectors to logits."""
 
 
 class SharedValues:
-    """Values that the layers of one call share, by name. Checkpointing copies a layer's arguments, not this object."""
+    """Values that the layers of one call share, by name. Activation checkpointing does not copy this object,
+    so layers that are recomputed find the same values.
+    """
 
     def __init__(self) -> None:
         self.entries: dict[str, Any] = {}
 
     def once(self, name: str, make: Callable[[], T]) -> T:
-        """The value of this name, computed by `make` on first use. It has no gradient, because activation
-        checkpointing does not compute it a second time.
+        """Return the value with this name. On first use, it is computed by `make`, without gradient:
+        activation checkpointing would not compute it a second time.
         """
         if name not in self.entries:
             with torch.no_grad():
@@ -91,7 +100,7 @@ class SharedValues:
 
 
 class Context(NamedTuple):
-    """The arguments of a call that are the same for all layers. The backbone makes one per call.
+    """The arguments of a call that are the same for all layers. The backbone creates one `Context` per call.
 
     position
         Number of tokens that each row has read before this call ``[r]``.
@@ -100,11 +109,11 @@ class Context(NamedTuple):
     mode
         The memory mode.
     text
-        The tokens, if the model is a language model.
+        The tokens and the head, if the model is a language model; else None.
     shared
         Values that the layers of this call share.
     keep
-        Whether the caller keeps the returned state. If not, a layer may return an incomplete one.
+        Whether the caller uses the returned state. If not, a layer may return an incomplete state.
     """
 
     position: Tensor
@@ -116,13 +125,15 @@ class Context(NamedTuple):
 
 
 class MixerDecoder:
-    """Decodes one token at a time: the state of a mixer in fixed buffers, which each step updates in place."""
+    """The base class of decoders, which read one token at a time. The state of the mixer is updated in place."""
 
     remaining_capacity: int | None = None
-    """Number of tokens that still fit into the buffers; None: no limit."""
+    """Number of further tokens that fit into the buffers of the state; None: no limit."""
 
     is_capturable: bool = True
-    """Whether a step can be captured as a CUDA graph: shapes are fixed, and no branch depends on values."""
+    """Whether a step can be captured as a CUDA graph: shapes are fixed, and no branch depends on tensor
+    values.
+    """
 
     room = renamed_attribute("room", "remaining_capacity")
     captured = renamed_attribute("captured", "is_capturable")
@@ -132,19 +143,25 @@ class MixerDecoder:
         renamed_overrides(cls, {"room": "remaining_capacity", "captured": "is_capturable"})
 
     def step(self, x: Tensor, now: StepContext) -> Tensor:
-        """The output for one token of each row ``[r 1 d]``; inactive rows keep their state."""
+        """Read one token of each row, x ``[r 1 d]``, and return the output ``[r 1 d]``. Inactive rows keep
+        their state.
+        """
         raise NotImplementedError
 
     def finish(self, hidden: Tensor, now: StepContext) -> None:
-        """Called after all layers have read the token, with the normalised output of the last layer ``[r 1 d]``."""
+        """Called after all layers have read the token. `hidden` is the normalised output of the last layer
+        ``[r 1 d]``.
+        """
 
     def state(self, position: Tensor) -> TensorTuple:
-        """A copy of the state, as `Mixer.forward` would return it after `position` tokens of each row ``[r]``."""
+        """Return a copy of the state, equal to that of `Mixer.forward` after `position` tokens of each row
+        ``[r]``.
+        """
         raise NotImplementedError
 
     @property
     def diverged(self) -> Tensor | None:
-        """Whether the memory of each row has diverged ``[r]``; None without a memory."""
+        """Whether the memory of each row has diverged ``[r]``; None if there is no memory."""
         return None
 
 
@@ -154,16 +171,17 @@ RENAMED_METHODS = {
     "border": "alignment",
     "reach": "window_size",
 }
-"""Old names of methods and properties that a mixer overrides."""
+"""Deprecated names of methods and properties that a mixer may override, and their current names."""
 
 
 class Mixer(Module):
-    """The part of a layer that mixes tokens: ``y, state, trace = mixer(x, state, ctx)``.
+    """The part of a layer that exchanges information between tokens:
+    ``y, state, trace = mixer(x, state, ctx)``.
 
-    The input x ``[b t d]`` is normalised; with `ctx.offsets` it is one row of packed documents. The state is None at
-    the start of a document. There is at least one row and one token: the backbone handles empty calls itself. The
-    result must not depend on how a text is split into calls, on later tokens, or on other rows; `remanence.testing` has
-    functions that check this.
+    The input x ``[b t d]`` is normalised. If `ctx.offsets` is given, x is one row of packed documents. The
+    state is None at the start of a document. There is always at least one row and one token, because the
+    backbone handles empty calls itself. The result must not depend on how a text is split into calls, on
+    later tokens, or on other rows; `remanence.testing` has functions that check this.
     """
 
     State: ClassVar[type] = tuple
@@ -177,37 +195,41 @@ class Mixer(Module):
         renamed_overrides(cls, RENAMED_METHODS)
 
     def start(self, rows: int) -> TensorTuple:
-        """The initial state of `rows` documents, before any token is read."""
+        """Return the initial state of `rows` documents, before any token is read."""
         raise NotImplementedError
 
     def forward(self, x: Tensor, state: Any, ctx: Context) -> MixerOutput:
-        """The output for x, the new state and the trace of the memory."""
+        """Return the output for x ``[b t d]``, the new state, and the trace of the memory (None without one)."""
         raise NotImplementedError
 
     # The methods below have defaults that are correct for every mixer.
 
     def decoder(self, state: Any, mode: Mode) -> MixerDecoder:
-        """A decoder that starts from a state and reads one token at a time."""
+        """Return a decoder that starts from a state and reads one token at a time."""
         return ForwardDecoder(self, state, mode)
 
     def decode_unsupported_reason(self, mode: Mode) -> str | None:
-        """Why there is no decoder in this mode; None if there is one. The default, `ForwardDecoder`, needs a state of
-        fixed size and no `stride`.
+        """Why the mixer cannot be decoded token by token in this mode; None if it can. The default decoder,
+        `ForwardDecoder`, needs a state of fixed size and no `stride`.
         """
         if self.stride is None and type(self).decoder is not Mixer.decoder:
             return None
         return ForwardDecoder.unsupported(self)
 
     def capture_unsupported_reason(self, carries: bool) -> str | None:
-        """Why `forward` cannot be captured as a CUDA graph; None if it can. `carries`: the call is given a state.
+        """Why `forward` cannot be captured as a CUDA graph; None if it can. `carries`: whether the call is
+        given a state.
 
-        A captured call may branch on shapes and on whether positions are multiples of `alignment`, not on values.
+        A captured call may branch on shapes, and on whether positions are multiples of `alignment`, but not
+        on other tensor values.
         """
         return f"{type(self).__name__} layers may branch on values"
 
     @property
     def has_memory(self) -> bool:
-        """Whether the memory modes "off", "frozen" and "fresh" apply: by default, if there is a `NeuralMemory`."""
+        """Whether the memory modes "off", "frozen" and "fresh" have an effect. Default: if there is a
+        `NeuralMemory`.
+        """
         return any(isinstance(part, NeuralMemory) for part in self.modules())
 
     @property
@@ -217,7 +239,9 @@ class Mixer(Module):
 
     @property
     def alignment(self) -> int:
-        """Number of tokens such that a chunk and a segment begin at each multiple of it."""
+        """Number of tokens at whose multiples a new chunk and a new segment begin; 1 without chunks and
+        segments.
+        """
         return 1
 
     @property
@@ -227,13 +251,15 @@ class Mixer(Module):
 
     @property
     def stride(self) -> int | None:
-        """Number of tokens that all layers must have read before any layer reads further; None: no such limit."""
+        """Number of tokens in a step, if all layers must have read one step before any layer reads the next;
+        None if each layer can read the whole call at once.
+        """
         return None
 
     @property
     def segment_length(self) -> int | None:
-        """Number of tokens in a segment, if the wavefront schedule can be used; None if it cannot. The mixer then has
-        the methods of `remanence.mixers.wavefront.SegmentMixer`.
+        """Number of tokens in a segment, if the wavefront schedule can be used; None if it cannot. A mixer
+        that returns a number must have the methods of `remanence.mixers.wavefront.SegmentMixer`.
         """
         return None
 
@@ -241,9 +267,9 @@ class Mixer(Module):
         """Called once when the model is built, with the mixers of the layers before this one."""
 
     def finish(self, previous: Any, state: Any, hidden: Tensor, ctx: Context) -> Any:
-        """The final state of a step of `stride` tokens, called after all layers have read it. `previous` is the state
-        before the step (None at the start of documents), `state` what `forward` returned, `hidden` the last layer's
-        output.
+        """Return the final state after a step of `stride` tokens. Called after all layers have read the step.
+        `previous` is the state before the step (None at the start of documents), `state` the state that
+        `forward` returned, `hidden` the output of the last layer.
         """
         return state
 
@@ -254,19 +280,22 @@ class Mixer(Module):
             raise ValueError(f"state: expected one of this model ({expected}), got another's ({got})")
 
     def flops(self, length: int) -> float:
-        """Floating-point operations per token, forward and backward, in a text of `length` tokens. By default, each
-        matrix is used once.
+        """Floating-point operations per token, forward and backward, in a text of `length` tokens. The
+        default assumes that each matrix is used once per token.
         """
         return 6.0 * sum(parameter.numel() for parameter in self.parameters() if parameter.dim() > 1)
 
     def activation_bytes(self, dim: int) -> float:
-        """Estimated bytes of activations per token in bfloat16, including the block's norms and feed-forward net."""
+        """Estimated bytes of activations per token in bfloat16, including the block's norms and feed-forward
+        network.
+        """
         return ACTIVATIONS["window"] * dim
 
 
 ACTIVATIONS = {"attention": 65, "window": 60, "lmm": 107, "mag": 132, "mal": 128, "mac": 232, "matrix": 98}
-"""Bytes of activations per token, layer and unit of width, by kind of layer. Measured as the growth of peak memory
-from one layer to three at width 1024, 2 x 4,096 tokens, chunk 64, bfloat16 autocast, on an H200.
+"""Bytes of activations per token, layer and unit of width, for each kind of layer. They were measured as the
+growth of peak memory from one layer to three, at width 1024, 2 x 4,096 tokens, chunk 64, bfloat16 autocast,
+on an H200.
 """
 
 
@@ -280,7 +309,7 @@ class ForwardDecoder(MixerDecoder):
 
     @staticmethod
     def unsupported(mixer: Mixer) -> str | None:
-        """Why a mixer cannot be decoded by its `forward`; None if it can."""
+        """Why a mixer cannot be decoded by calling its `forward` for each token; None if it can."""
         name = type(mixer).__name__
         if mixer.stride is not None:
             return f"{name} layers wait for all other layers"

@@ -30,12 +30,13 @@ class Block(Module):
         return MixerOutput(self.residual_ffn(x, y), after, trace)
 
     def start(self, rows: int) -> TensorTuple:
-        """The mixer's state of `rows` documents before the first token."""
+        """Return the initial state of the mixer for `rows` documents."""
         return self.mixer.start(rows)
 
     def residual_ffn(self, x: Tensor, y: Tensor) -> Tensor:
-        """The output of the layer, from its input and the output of its mixer."""
+        """Return the output of the layer, given its input x and the output y of its mixer, all ``[b t d]``."""
         x = x + y
-        # A compiled feed-forward network takes the weights of one layer only; a wavefront stacks those of several.
+        # A compiled feed-forward network supports the weights of one layer only. The wavefront schedule stacks the
+        # weights of several layers; in that case `forward` is called directly, which is not compiled.
         feed = self.ffn if self.ffn.gate.weight.dim() == 2 else self.ffn.forward
         return x + feed(self.norm_ffn(x, matmul_dtype(x)))

@@ -1,4 +1,4 @@
-"""The tokens of a call, aligned so that the segments of all rows begin at the same columns."""
+"""Arranges the tokens of a call in a matrix in which the segments of all rows begin at the same columns."""
 
 from __future__ import annotations
 
@@ -14,24 +14,26 @@ from remanence.ops.layout import gather_or_zero
 
 
 class SegmentSpan(NamedTuple):
-    """One segment of all rows: its index, its range of columns with tokens of the call in any row, and the rows that
-    have completed the previous segment ``[r]`` (None: no row has).
-    """
+    """One segment of all rows."""
 
     segment: int
+    """The index of the segment."""
     first: int
+    """The first column that contains a token of the call in any row."""
     last: int
+    """The end of the columns that contain tokens of the call: the last of them plus 1."""
     ended: Tensor | None
+    """Whether each row has completed the previous segment ``[r]``; None if no row has."""
 
 
 class SegmentColumns:
-    """Each row's open segment followed by its tokens of the call, in columns, so that the segments of all rows begin at
-    the same columns::
+    """The open segment of each row followed by the row's tokens of the call, arranged so that the segments of
+    all rows begin at the same columns::
 
         row 0    [ o o o x ] [ x x x x ] [ x . . . ]        o read before, x token of the call, . padding
         row 1    [ o x x x ] [ x x . . ] [ . . . . ]
 
-    `lead` is the number of tokens in each row's open segment.
+    `lead` is the number of tokens in each row's open segment, `window` the number of tokens in a segment.
     """
 
     def __init__(
@@ -49,7 +51,7 @@ class SegmentColumns:
         self.spans = [part for part in map(self._span, range(self.segments)) if part is not None]
 
     def _span(self, index: int) -> SegmentSpan | None:
-        """A segment's span; None if no row has a token of the call in it."""
+        """The span of segment `index`; None if no row has a token of the call in it."""
         begin, end = index * self.window, (index + 1) * self.window
         spans = [(max(a, begin), min(b, end)) for a, b in zip(self.lead, self.totals, strict=True)]
         spans = [span for span in spans if span[0] < span[1]]
@@ -64,7 +66,9 @@ class SegmentColumns:
         )
 
     def align(self, old: Tensor, new: Tensor) -> Tensor:
-        """Open segments ``[r w ...]`` and rows of the call ``[r t ...]``, joined as ``[r columns ...]``."""
+        """Join open segments, `old` ``[r w ...]``, and rows of the call, `new` ``[r t ...]``, to
+        ``[r columns ...]``.
+        """
         new = new.to(old.dtype)
         if self.is_uniform:
             return self._pad(torch.cat([old[:, : self.lead[0]], new], 1))
@@ -72,24 +76,29 @@ class SegmentColumns:
         return gather_or_zero(both, torch.tensor([self._source_index(row) for row in range(len(self.lead))]))
 
     def queries(self, q: Tensor) -> Tensor:
-        """The call's queries ``[r t ...]`` as ``[r columns ...]``, zero in open segments."""
+        """Arrange the queries of the call ``[r t ...]`` in columns ``[r columns ...]``, with zeros for
+        earlier tokens.
+        """
         return self.align(q.new_zeros(len(self.lead), self.window, *q.shape[2:]), q)
 
     def _source_index(self, row: int) -> list[int]:
-        """For each column of a row, its index among all open segments and then all rows of the call; -1: padding."""
+        """For each column of a row, the index of its token in the concatenation of all flattened open
+        segments and all flattened rows of the call; -1 for padding.
+        """
         before, behind = row * self.window, len(self.lead) * self.window + row * self.tokens
         index = [*range(before, before + self.lead[row]), *range(behind, behind + self.counts[row])]
         return index + [-1] * (self.segments * self.window - len(index))
 
     def _pad(self, x: Tensor) -> Tensor:
+        """Pad the columns of x ``[r columns ...]`` with zeros to whole segments."""
         return F.pad(x, [0, 0] * (x.dim() - 2) + [0, self.segments * self.window - x.shape[1]])
 
     def is_call_token(self, column: Tensor) -> Tensor:
-        """Whether each column holds a token of the call ``[r columns]``."""
+        """Whether each of the given columns contains a token of the call ``[r columns]``."""
         return (column >= self._lead.unsqueeze(-1)) & (column < self._total.unsqueeze(-1))
 
     def to_call_rows(self, found: list[Tensor], spans: list[tuple[int, int]]) -> Tensor:
-        """Results for ranges of columns, `spans`, as rows of the call ``[r t ...]``."""
+        """Arrange results `found` for ranges of columns, `spans`, as rows of the call ``[r t ...]``."""
         joined = torch.cat(found, 1)
         if self.is_uniform:
             return joined
@@ -103,7 +112,9 @@ class SegmentColumns:
         return gather_or_zero(joined.flatten(0, 1), index)
 
     def open_segment(self, x: Tensor) -> Tensor:
-        """Each row's last segment ``[r w ...]``, which stays open. A copy: a view would keep the whole call alive."""
+        """The last segment of each row ``[r w ...]``, which stays open after the call. The result is a copy,
+        because a view would keep the whole call in memory.
+        """
         last = [max(0, -(-total // self.window) - 1) for total in self.totals]
         if len(set(last)) == 1:
             return x[:, last[0] * self.window : (last[0] + 1) * self.window].clone()

@@ -1,4 +1,6 @@
-"""Sliding-window attention after a short convolution: a baseline with the convolution that memory layers have."""
+"""Sliding-window attention after a short convolution. This baseline has the same convolution as the memory
+layers.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,9 @@ class _ConvWindowState(NamedTuple):
 
 
 class ConvWindowState(_ConvWindowState, TensorTuple):
-    """The state of the sliding window, and the last inputs of the convolution ``[r s d]``."""
+    """The state of `ConvWindow`: the state of the sliding window, and the last inputs of the convolution
+    ``[r s d]``.
+    """
 
     __slots__ = ()
 
@@ -31,10 +35,12 @@ class ConvWindowState(_ConvWindowState, TensorTuple):
 
 
 class ConvWindow(Mixer):
-    """Attention over a sliding window of x + conv(x), with a kernel as long as the memory's.
+    """Attention over a sliding window, applied to x + conv(x). The convolution is as long as that of the
+    memory.
 
-    The keys and values of a memory pass through a convolution over the preceding tokens. Attention without one needs a
-    layer, and thousands of training steps, to learn the same; with it, the comparison with memories is fairer.
+    The keys and values of a memory pass through a convolution over the preceding tokens. Attention without a
+    convolution needs an additional layer and thousands of training steps to learn the same. The comparison
+    with memories is fairer if both have one.
     """
 
     State: ClassVar[type] = ConvWindowState
@@ -70,7 +76,7 @@ class ConvWindow(Mixer):
 
 
 class ConvWindowDecoder(MixerDecoder):
-    """`ConvWindow`, one token at a time."""
+    """The decoder of `ConvWindow`, which reads one token at a time."""
 
     def __init__(self, mixer: ConvWindow, state: ConvWindowState) -> None:
         self.conv, self.past = mixer.conv, state.past.clone()

@@ -1,10 +1,11 @@
-"""The kNN memory in a layer (Memorizing Transformers): sliding attention, and top-k attention over stored keys and
-values of older tokens.
+"""The kNN memory (Memorizing Transformers): sliding-window attention, combined with attention over the k
+nearest stored keys and values of older tokens.
 
-A document is split into segments of one window, counted from its start. The keys and values of a segment are written to
-the store when the next segment begins, and a query retrieves only entries at least one window behind it. So every token
-is seen once, in the window or in the store, and results do not depend on how a text is split into calls. Keys and
-queries of the store have unit length and no rotary positions; each head has its own temperature.
+A document is split into segments with the length of the window, counted from its start. The keys and values
+of a segment are written to the store when the next segment begins. A query retrieves only entries that are at
+least one window behind it. Each token is therefore seen once, in the window or in the store, and results do
+not depend on how a text is split into calls. Keys and queries of the store are normalised to unit length and
+have no rotary positions. Each head has its own temperature.
 """
 
 from __future__ import annotations
@@ -33,13 +34,16 @@ from remanence.ops.layout import from_rows, to_rows
 from remanence.runtime.choices import check_choice
 
 INITIAL_SCALE = 10.0
-"""The initial factor of the scores between unit vectors in the store's softmax: large enough that one entry among
-thousands can stand out.
+"""The initial factor of the scores in the softmax over stored entries (the inverse temperature). Scores are
+products of unit vectors; the factor is large enough that one entry among thousands can get most of the
+weight.
 """
 
 
 class Knn(Mixer):
-    """Attention over a window and over a store, combined by a gate for each head or by one softmax."""
+    """Attention over a sliding window and over a store of older keys and values. The two are combined by a
+    gate for each head, or by one softmax.
+    """
 
     State: ClassVar[type] = KnnState
 
@@ -60,6 +64,7 @@ class Knn(Mixer):
         self.reset_own_parameters()
 
     def reset_own_parameters(self) -> None:
+        """Initialise the temperatures to `INITIAL_SCALE` and the gates to zero."""
         nn.init.constant_(self.log_scale, INITIAL_SCALE)
         with torch.no_grad():
             self.log_scale.log_()
@@ -67,7 +72,9 @@ class Knn(Mixer):
             nn.init.zeros_(self.gate)
 
     def link(self, earlier: Sequence[Mixer]) -> None:
-        """Where layers share a store, the first one owns it, and the others have none."""
+        """If layers share a store (`KnnConfig.shared`), the first kNN layer owns it, and the others have a
+        store of size 0.
+        """
         if not self.config.shared:
             return
         first = next((mixer for mixer in earlier if isinstance(mixer, Knn)), None)
@@ -77,7 +84,7 @@ class Knn(Mixer):
 
     @property
     def stride(self) -> int | None:
-        # What is written depends on all layers' outputs, or on the layer that owns the store.
+        # Writing by surprise depends on the outputs of all layers; a shared store, on the layer that owns it.
         waits = self.config.write == "surprise" or self.owns_store or self.shares_store
         return self.window if waits else None
 
@@ -97,6 +104,7 @@ class Knn(Mixer):
         return self._start(rows, self.store)
 
     def _start(self, rows: int, store: Store) -> KnnState:
+        """The initial state of `rows` documents with a given store."""
         like, shape = (
             self.attention.k_proj.weight,
             (rows, self.window, self.attention.heads, self.attention.width),
@@ -109,7 +117,7 @@ class Knn(Mixer):
         return KnnState(self.attention.start(rows), k, v, importance, last, store.start(rows, like))
 
     def check(self, state: KnnState) -> None:
-        """Raise a ValueError for the state of a layer with another window, store or width."""
+        """Raise a ValueError if a state is from a layer with another window, store size, or width."""
         super().check(state)
         heads = [self.attention.heads, self.attention.width]
         for name, part, expected in (
@@ -128,13 +136,15 @@ class Knn(Mixer):
         fresh = state is None
         before = None if state is None else state.attention
         if state is None:
-            # During the call, a store has only as many slots as the call can fill, so that many short documents need
-            # memory and search time for their tokens alone. The other slots are added at the end if the state is kept.
+            # During the call, a store has only as many slots as the call can fill, so that the memory and search time
+            # of many short documents depend only on their tokens. The other slots are added at the end if the state is
+            # kept.
             rows = x.shape[0] if ctx.offsets is None else len(ctx.offsets) - 1
             state = self._start(rows, self.store.with_size(0))
         after: KnnState | None = None
 
         def fuse(local: AttentionOutput) -> Tensor:
+            """Combine attention over the window with the store; the new state is kept in `after`."""
             nonlocal after
             y, after = self._fuse(local, self._importance(x, ctx), state, ctx, fresh)
             return y
@@ -147,14 +157,19 @@ class Knn(Mixer):
         return MixerOutput(y, after._replace(attention=window))
 
     def _importance(self, x: Tensor, ctx: Context) -> Tensor:
-        """`importance`, computed once for all layers; -inf in modes that do not write."""
+        """The result of `importance` ``[b t]``, computed once for all layers; -inf in memory modes that do
+        not write.
+        """
         importance = ctx.shared.once("importance", lambda: self.importance(x, ctx))
         return importance if ctx.mode in ("on", "fresh") else torch.full_like(importance, -torch.inf)
 
     def _fuse(
         self, local: AttentionOutput, importance: Tensor, state: KnnState, ctx: Context, fresh: bool
     ) -> tuple[Tensor, KnnState]:
-        """The window's attention combined with what the store returns ``[r t h e]``, and the state after the call."""
+        """Query and update the store. Returns attention over the window, `local`, combined with the retrieved
+        values ``[r t h e]``, and the state after the call. `fresh`: whether the call begins at the start of
+        documents.
+        """
         lead = [0] * len(state.k) if fresh else state.open_length.tolist()
         columns = SegmentColumns(local, lead, ctx.offsets, self.window)
         k, v = (
@@ -172,8 +187,8 @@ class Knn(Mixer):
 
     @torch.no_grad()
     def importance(self, x: Tensor, ctx: Context) -> Tensor:
-        """The importance of each token for the store ``[b t]``, as far as it is known before the layers have read it:
-        0 for policies that do not need it, or that set it in `finish`.
+        """The importance of each token ``[b t]``, by which the write policy chooses the tokens to store. It
+        is 0 for policies that do not need it, and for "surprise", which sets it later, in `finish`.
         """
         write, text = self.config.write, ctx.text
         if write not in ("rare", "random"):
@@ -182,19 +197,20 @@ class Knn(Mixer):
             raise ValueError(
                 "knn.write: expected 'all' or 'random' without tokens, got 'rare', which needs their frequencies"
             )
-        # 'random' depends on positions alone.
+        # The policy 'random' depends only on positions.
         tokens = torch.zeros(x.shape[:2], dtype=torch.int64, device=x.device) if text is None else text.tokens
         rows, back = to_rows(tokens, ctx.offsets)
         position = ctx.position.unsqueeze(-1) + torch.arange(rows.shape[1], device=x.device)
-        # Not the row's index, which does not identify the document: all rows draw the same numbers.
+        # All rows draw the same random numbers. The index of a row cannot be used, because it does not identify the
+        # document.
         same = torch.zeros(len(rows), dtype=torch.int64, device=x.device)
         read = Tokens(rows, position, None if text is None else text.log_unigrams, document=same)
         return from_rows(POLICIES[write](read), back).float()
 
     @torch.no_grad()
     def finish(self, previous: KnnState | None, state: KnnState, hidden: Tensor, ctx: Context) -> KnnState:
-        """Set the importance of tokens under the policy "surprise": the negative log-likelihood of each token, which is
-        known after all layers have read the tokens before it.
+        """Set the importance of tokens for the policy "surprise". It is the negative log-likelihood of each
+        token, which is known only after all layers have read the tokens before it.
         """
         if self.config.write != "surprise":
             return state
@@ -206,8 +222,8 @@ class Knn(Mixer):
         return state._replace(token_importance=importance, last=newest.to(state.last.dtype))
 
     def _surprise(self, state: KnnState, hidden: Tensor, ctx: Context) -> tuple[Tensor, Tensor, Tensor]:
-        """Each token's column in the open segment ``[r t]``, its surprise ``[r t]``, and the output for each row's last
-        token ``[r d]``.
+        """The column of each token in the open segment ``[r t]`` (`window` for padding), the surprise of each
+        token ``[r t]``, and the model's output for the last token of each row ``[r d]``.
         """
         if ctx.text is None:
             raise ValueError(
@@ -232,15 +248,17 @@ class Knn(Mixer):
         return KnnDecoder(self, state, mode)
 
     def decode_unsupported_reason(self, mode: Mode) -> str | None:
-        return None  # despite its stride: a token's importance is needed only when its segment is written
+        return None  # possible despite `stride`: importance is needed only when a segment is written
 
     def flops(self, length: int) -> float:
-        # Scores of the whole store and values of the retrieved entries; backward passes through neither.
+        # Counts the scores of the whole store and the values of the retrieved entries. Neither has a backward pass.
         seen = keys_seen(self.attention, length, self.persistent) + self.config.size / 6 + self.config.k
         return super().flops(length) + 12.0 * self.dim * seen
 
     def activation_bytes(self, dim: int) -> float:
-        """Those of the window, and the retrieved keys and values."""
+        """Estimated bytes of activations per token: those of a window layer, and the retrieved keys and
+        values.
+        """
         return (ACTIVATIONS["window"] + 4.0 * self.config.k) * dim
 
     def _read_segments(
@@ -255,10 +273,12 @@ class Knn(Mixer):
         mode: Mode,
         in_place: bool,
     ) -> tuple[Tensor, StoreState]:
-        """For each segment, write the previous one to the store, then query the store. Returns the window's attention
-        combined with what was retrieved, and the new store. With `in_place`, the tensors of the store may be changed.
+        """For each segment, write the previous segment to the store, then query the store. Returns attention
+        over the window, `local`, combined with the retrieved values ``[r t h e]``, and the new store. `k`,
+        `v` and `importance` are arranged in `columns`. `shared_store` is the store of another layer, to query
+        instead; None: the layer's own. With `in_place`, the tensors of the store may be changed.
         """
-        # One slot per token that can be written, and at least one, so that gate and temperature get gradients.
+        # One slot for each token that can be written. At least one, so that gate and temperature get gradients.
         slots = max(1, state.store.size + (columns.segments - 1) * self.window)
         store = state.store.enlarge(min(self.store.size, slots))
         in_place = in_place or store is not state.store
@@ -278,13 +298,13 @@ class Knn(Mixer):
                 continue
             column = torch.arange(part.first, part.last, device=base.device)
             live = columns.is_call_token(column)
-            if mode == "fresh":  # remove entries from before the model's current segment
+            if mode == "fresh":  # remove entries that are older than the current `segment` of the model
                 old = (store.position < begin // self.segment * self.segment) & live.any(1, keepdim=True)
                 store = store._replace(position=store.position.masked_fill(old, -1))
             here = store if shared_store is None else shared_store
             limit = (base.unsqueeze(-1) + column - self.window).masked_fill(~live, -1)
             retrieved = self.query_store(q[:, part.first : part.last], here, limit)
-            # `dense` search saves the store itself for backward, so that it must not be written in place.
+            # The search "dense" saves the store for backward, so the store must not be changed in place after it.
             in_place = in_place and not (torch.is_grad_enabled() and self.config.search == "dense")
             found.append(torch.cat([retrieved[0].to(retrieved[1].dtype), retrieved[1].unsqueeze(-1)], -1))
             lengths.append((part.first, part.last))
@@ -303,8 +323,9 @@ class Knn(Mixer):
         rows: Tensor,
         in_place: bool,
     ) -> StoreState:
-        """The store after writing the most important tokens of a segment ``[r w ...]`` that begins at position `begin`
-        ``[r 1]``, in the given rows ``[r]``. With `in_place`, the tensors of the store may be changed.
+        """Write the most important tokens of a segment to the store, and return the new store. `k`, `v` and
+        `importance` are those of the segment ``[r w ...]``, `begin` its first position ``[r 1]``, `rows`
+        whether to write each row ``[r]``. With `in_place`, the tensors of the store may be changed.
         """
         c = self.config
         mask = importance > -torch.inf
@@ -317,15 +338,16 @@ class Knn(Mixer):
         )
 
     def query_store(self, q: Tensor, store: StoreState, limit: Tensor) -> tuple[Tensor, Tensor]:
-        """Attention of unit queries over the nearest entries of a store at positions up to `limit`, and its
-        log-sum-exp.
+        """Attention of queries q, which have unit length, over the nearest entries of a store at positions up
+        to `limit` ``[r t]``. Returns the output ``[r t h e]`` and its log-sum-exp ``[r t h]``.
         """
         found = self.search(q.detach(), store, min(self.config.k, store.size), limit)
         return attend(q, found, store, self.log_scale.exp())
 
     def combine(self, y: Tensor, retrieved: tuple[Tensor, Tensor] | None) -> Tensor:
-        """Attention over the window, `y`, combined with what was retrieved: output and log-sum-exp. Without a gate, the
-        log-sum-exp of the window is the last channel of `y`.
+        """Combine attention over the window, `y`, with attention over the store. `retrieved` is the output of
+        the latter and its log-sum-exp; None: only the window is used. Without a gate, the last channel of `y`
+        is the log-sum-exp of the window.
         """
         near, near_lse = (y, None) if self.gate is not None else (y[..., :-1], y[..., -1])
         if retrieved is None:
@@ -334,7 +356,7 @@ class Knn(Mixer):
 
 
 class KnnDecoder(MixerDecoder):
-    """A kNN layer, one token at a time: the window, the open segment and the store are written in place."""
+    """The decoder of `Knn`. It updates the window, the open segment and the store in place."""
 
     def __init__(self, mixer: Knn, state: KnnState, mode: Mode) -> None:
         self.is_capturable = mixer.search in CAPTURED
@@ -363,11 +385,11 @@ class KnnDecoder(MixerDecoder):
         return mixer.attention.project_output(mixer.combine(y, retrieved).to(v.dtype))
 
     def _end_segment(self, now: StepContext) -> None:
-        """Write the open segment of those rows that begin the next one."""
+        """Write the open segment to the store, for rows whose next token begins a new segment."""
         if not self.store.size:
             return
         ended = now.active & (now.position > 0) & (now.position % self.size == 0)
-        # On a GPU, this check would synchronise with the device.
+        # Skip the write if no row needs it. This is not checked on a GPU, where reading the result is slow.
         if not ended.is_cuda and not bool(ended.any()):
             return
         begin = (now.position - self.size).unsqueeze(-1)
@@ -379,7 +401,7 @@ class KnnDecoder(MixerDecoder):
                 buffer.copy_(new)
 
     def _importance(self, x: Tensor, now: StepContext) -> Tensor:
-        """The importance of the token for the store ``[r]``."""
+        """The importance of the current token of each row ``[r]``; -inf if the mode does not write."""
         if self.mode != "on":
             return torch.full_like(self.token_importance[:, 0], -torch.inf)
         if self.mixer.output_dim:
@@ -402,8 +424,9 @@ class KnnDecoder(MixerDecoder):
 
 
 def token_surprise(text: Text, predicted: Tensor, tokens: Tensor, position: Tensor) -> Tensor:
-    """The negative log-likelihood of tokens ``[r t]`` given the model's outputs for the tokens before them
-    ``[r t d]``. The first token of a document has the value of a uniform distribution.
+    """The negative log-likelihood of tokens ``[r t]``. `predicted` are the model's outputs for the tokens
+    before them ``[r t d]``, `position` the position of the first token of each row ``[r]``. The first token
+    of a document has no prediction, and gets the value of a uniform distribution.
     """
     logits = text.logits(predicted).float()
     surprise = F.cross_entropy(logits.flatten(0, 1), tokens.flatten().long(), reduction="none")

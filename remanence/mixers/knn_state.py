@@ -22,9 +22,19 @@ class _KnnState(NamedTuple):
 
 
 class KnnState(_KnnState, TensorTuple):
-    """The state of the attention window; keys and values of the open segment ``[r w h e]``, which are not in the store
-    yet, and the importance of its tokens ``[r w]`` (-inf: do not write); the model's output for the last token
-    ``[r d]``, which gives the surprise of the next one; the store.
+    """The state of a kNN layer.
+
+    attention
+        The state of the sliding window.
+    k, v
+        Keys and values of the open segment ``[r w h e]``, which are not in the store yet.
+    token_importance
+        The importance of the tokens of the open segment ``[r w]``; -inf: do not write the token.
+    last
+        The model's output for the last token ``[r d]``, which gives the surprise of the next token; d is 0 unless the
+        write policy is "surprise".
+    store
+        The store of older keys and values.
     """
 
     __slots__ = ()
@@ -57,5 +67,7 @@ class KnnState(_KnnState, TensorTuple):
 
 
 def open_tokens(position: Tensor, window: int) -> Tensor:
-    """Number of tokens in the open segment ``[r]`` of rows at these positions ``[r]``."""
+    """Number of tokens in the open segment of each row ``[r]``, given its position ``[r]`` and the segment
+    length.
+    """
     return torch.where(position > 0, (position - 1) % window + 1, 0)

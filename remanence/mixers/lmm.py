@@ -1,4 +1,6 @@
-"""LMM: the neural memory alone. With other rules and nets it is one of the baselines, such as DeltaNet."""
+"""LMM: a mixer with a neural memory only. With other update rules and networks, it is one of the baselines,
+such as DeltaNet.
+"""
 
 from __future__ import annotations
 
@@ -15,14 +17,17 @@ from remanence.mixers.base import ACTIVATIONS, Context, MixerDecoder, MixerOutpu
 from remanence.mixers.memory import Memory, MemoryDecoder, MemoryMixer
 from remanence.runtime.keywords import MemoryFields, show_fields
 
-# A single matrix as the memory's net. It does not diverge with gates that start half open.
+# Settings of a memory whose network is a single matrix. It does not diverge when its step-size gates start at 0.5
+# (`step_bias` 0).
 LINEAR_MEMORY: MemoryFields = {
     "net": "linear", "depth": None, "expansion": None, "activation": None, "bias": None, "step_bias": 0.0
 }  # fmt: skip
 
 
 class LMM(MemoryMixer):
-    """The neural memory alone. `changes` are fields of `MemoryConfig` that replace those of the model's memory."""
+    """A neural memory without attention. `changes` are fields of `MemoryConfig` that replace those of
+    `config.memory`.
+    """
 
     State: ClassVar[type] = NeuralMemoryState
 
@@ -46,22 +51,22 @@ class LMM(MemoryMixer):
 
 
 def memory_bytes(measured: float, memory: Memory) -> float:
-    """Bytes of activations per token and unit of width of a layer with a memory. `measured` is the number for the
-    paper's net, which is scaled to the net of this memory.
+    """Bytes of activations per token and unit of width, of a layer with a memory. `measured` is the number
+    for the paper's network; it is scaled to the size of this memory's network.
     """
     without = ACTIVATIONS["window"]
     return without + max(0.0, (measured - without) * memory.relative_activations())
 
 
 def linear_baseline(rule: str) -> Callable[[ModelConfig], LMM]:
-    """A function that makes an LMM whose memory is one matrix, updated by a rule such as "delta"."""
+    """Return a function that creates an LMM whose memory is one matrix, updated by a rule such as "delta"."""
     fields: MemoryFields = {**LINEAR_MEMORY, "rule": rule}
     return partial(LMM, **fields)
 
 
 def ttt(config: ModelConfig) -> LMM:
-    """TTT (test-time training) as an LMM. It writes all layers of the net, so a deep memory, which writes only its last
-    layer, is replaced by Titans' net.
+    """Create the baseline TTT (test-time training) as an LMM. TTT updates all layers of the network. A "deep"
+    memory updates only its last layer, so it is replaced by the "titans" network.
     """
     if config.memory.net == "deep":
         return LMM(config, rule="ttt", net="titans", step_bias=None)
@@ -69,7 +74,7 @@ def ttt(config: ModelConfig) -> LMM:
 
 
 class LMMDecoder(MixerDecoder):
-    """LMM, one token at a time."""
+    """The decoder of `LMM`, which reads one token at a time."""
 
     def __init__(self, mixer: LMM, state: NeuralMemoryState, mode: Mode) -> None:
         self.memory = MemoryDecoder(mixer.memory, state, mode)

@@ -1,7 +1,8 @@
-"""MAC, memory as a context (eqs 21-25).
+"""MAC, memory as a context (eqs 21-25 of Titans).
 
-What the memory returns for a segment, with its weights at the segment's start, is prepended to the segment's attention.
-The output of attention is written to the memory, and gated by the output of the updated memory.
+For each segment of a text, the memory is queried with its weights at the start of the segment. The retrieved
+vectors are prepended to the segment as a context for attention. The output of attention is written to the
+memory, and gated by the output of the updated memory.
 """
 
 from __future__ import annotations
@@ -39,8 +40,16 @@ class _MACState(NamedTuple):
 
 
 class MACState(_MACState, TensorTuple):
-    """The state of the memory; its weights at the start of the open segment ``[r h ...]``; the history of the queries'
-    convolution; the open segment.
+    """The state of a MAC layer.
+
+    memory
+        The state of the memory.
+    weights
+        The memory's weights at the start of the open segment ``[r h ...]``.
+    query_history
+        The last inputs of the convolution of the queries.
+    segment
+        The attention state of the open segment.
     """
 
     __slots__ = ()
@@ -60,13 +69,17 @@ class _SegmentCarry(NamedTuple):
 
 
 class SegmentCarry(_SegmentCarry, TensorTuple):
-    """The state between two whole segments: the memory, and the history of the queries' convolution."""
+    """The part of the state that one whole segment passes to the next: the memory, and the queries'
+    convolution history.
+    """
 
     __slots__ = ()
 
 
 class MAC(MemoryMixer):
-    """Memory as a context. Segments are read one after the other, because each needs the memory after the last."""
+    """Memory as a context. Segments are read one after the other, because each needs the memory after the
+    previous segment.
+    """
 
     State: ClassVar[type] = MACState
 
@@ -91,11 +104,12 @@ class MAC(MemoryMixer):
         attend: Callable[[Tensor, Tensor | None], Tensor],
         write: Callable[[Tensor], Tensor],
     ) -> Tensor:
-        """MAC's equations for tokens of one segment: all of it, a part, or a single decoded token.
+        """Compute MAC's equations for tokens x of one segment: a whole segment, a part of it, or a single
+        token.
 
-        The caller holds the state and passes functions of it: `retrieve` reads the memory as it was at the segment's
-        start (None: the memory is off), `attend` attends to the segment and to what was retrieved, `write` writes to
-        the memory and returns its output.
+        The caller holds the state, and passes three functions that use it. `retrieve` queries the memory with
+        its weights at the start of the segment (None: the memory is off). `attend` computes attention over
+        the segment and the retrieved vectors. `write` writes to the memory and returns its output.
         """
         h = None if retrieve is None else self.norm_retrieved(retrieve(x))  # (21)
         y = attend(x, h)  # (22, 23)
@@ -108,7 +122,8 @@ class MAC(MemoryMixer):
             state = self.start(x.shape[0] if ctx.offsets is None else len(ctx.offsets) - 1)
         aligned = (new and self.size % self.memory.chunk == 0) or self.is_at_segment_start(state)
         whole = ctx.mode == "on" and ctx.offsets is None and aligned and x.shape[1] >= self.size
-        # `SegmentAttention.whole` bypasses the module's call, and a replaced memory may not accept `aligned`.
+        # Not for replaced modules or modules with hooks: `SegmentAttention.whole` is not a call of the module, and a
+        # replaced memory may not accept `aligned`.
         if whole and plain(self.attention, SegmentAttention) and plain(self.memory, Memory):
             return self._read_whole_segments(x, state)
         opened = [0] * len(state.segment.position) if new else positions_of(state.segment.position)
@@ -121,7 +136,7 @@ class MAC(MemoryMixer):
         )
 
     def _read_whole_segments(self, x: Tensor, state: MACState) -> MixerOutput:
-        """Read from the start of a segment: whole segments, then the rest."""
+        """Read x, which begins at the start of a segment: first whole segments, then the remaining tokens."""
         *segments, rest = (
             (*x.split(self.size, 1), None) if x.shape[1] % self.size == 0 else x.split(self.size, 1)
         )
@@ -149,8 +164,8 @@ class MAC(MemoryMixer):
         opened: list[int],
         aligned: bool,
     ) -> MixerOutput:
-        """Read from any place in the segments: `opened` is the number of tokens in each row's open segment. `aligned`:
-        a chunk is known to begin with each segment.
+        """Read x, which may begin anywhere in a segment, in any mode. `opened` is the number of tokens in the
+        open segment of each row. `aligned`: whether each segment is known to begin at the start of a chunk.
         """
         if mode == "fresh":
             old = [place > self.size for place in positions_of(state.memory.memory.position)]
@@ -174,7 +189,7 @@ class MAC(MemoryMixer):
         return MixerOutput(split.join(pieces), state, MemoryTrace.join(traces, split.join))
 
     def _reset_memory(self, state: MACState, rows: list[bool]) -> MACState:
-        """The state with the memories of some rows in their initial state; convolutions and segments are kept."""
+        """Reset the memories of the given rows; the convolution histories and the open segments are kept."""
         fresh = self.memory.start(len(rows))._replace(conv=state.memory.conv)
         weights = where(rows, fresh.memory.weights, state.weights)
         return state._replace(memory=where(rows, fresh, state.memory), weights=weights)
@@ -182,7 +197,7 @@ class MAC(MemoryMixer):
     def _read_part(
         self, x: Tensor, state: MACState, opened: list[int], offsets: list[int] | None, mode: Mode
     ) -> tuple[Tensor, MACState, MemoryTrace | None]:
-        """Read tokens of one segment per row."""
+        """Read tokens x that are in one segment of each row. Returns the output, the new state and the trace."""
         memory, weights, query_history, segment = state
         trace: MemoryTrace | None = None
 
@@ -204,19 +219,22 @@ class MAC(MemoryMixer):
         y = self.segment(x, None if mode == "off" else retrieve, attend, write)
         return y, MACState(memory, weights, query_history, segment), trace
 
-    # For the wavefront schedule: the methods of `remanence.mixers.wavefront.SegmentMixer`.
+    # The methods of `remanence.mixers.wavefront.SegmentMixer`, for the wavefront schedule.
 
     @property
     def segment_length(self) -> int | None:
+        """Number of tokens in a segment; None if segments are not whole chunks, or memories are being
+        observed.
+        """
         return self.size if self.size % self.memory.chunk == 0 and current_observer() is None else None
 
     def carry(self, state: MACState) -> SegmentCarry:
-        """The part of a state at a segment's start that reading further segments needs."""
+        """The part of a state at the start of a segment that is needed to read further whole segments."""
         return SegmentCarry(state.memory, state.query_history)
 
     def read_segment(self, x: Tensor, carry: SegmentCarry) -> tuple[Tensor, SegmentCarry, MemoryTrace | None]:
-        """Read one whole segment of every row, in mode "on". A chunk begins with the segment, and none is open after
-        it.
+        """Read one whole segment of every row, in mode "on". Returns the output, the carry after the segment,
+        and the trace. The segment begins and ends at the border of a chunk.
         """
         memory, query_history = carry
         trace: MemoryTrace | None = None
@@ -241,8 +259,8 @@ class MAC(MemoryMixer):
     def after_segments(
         self, carry: SegmentCarry, weights: Weights, previous: MACState, tokens: int
     ) -> MACState:
-        """The state after whole segments with `tokens` tokens in total. `weights` are those at the start of the last
-        segment, `previous` is the state before the first.
+        """The state after whole segments with `tokens` tokens in total. `weights` are the memory's weights at
+        the start of the last segment, `previous` is the state before the first segment.
         """
         memory, known = carry.memory.memory, host_copy(previous.memory.memory.position)
         if known is not None:
@@ -267,7 +285,8 @@ class MAC(MemoryMixer):
         return lcm(self.size, self.memory.chunk)
 
     def flops(self, length: int) -> float:
-        # Causal attention sees on average half of twice the segment: retrieved tokens, and the segment's tokens.
+        # Attention covers the retrieved vectors and the tokens of the segment, 2 * size in total. As it is causal, a
+        # query sees half of them on average.
         seen = self.size + self.persistent
         return super().flops(length) + 12.0 * self.dim * seen
 
@@ -276,7 +295,7 @@ class MAC(MemoryMixer):
 
 
 class MACDecoder(MixerDecoder):
-    """MAC, one token at a time."""
+    """The decoder of `MAC`, which reads one token at a time."""
 
     def __init__(self, mixer: MAC, state: MACState, mode: Mode) -> None:
         self.mixer = mixer
@@ -285,8 +304,8 @@ class MACDecoder(MixerDecoder):
         contiguous = torch.contiguous_format
         self.weights = tuple(weight.detach().clone(memory_format=contiguous) for weight in state.weights)
         self.query_history = state.query_history.detach().clone()
-        # A segment is a number of whole chunks. Unless the memory has skipped a token, no chunk is open when a segment
-        # begins, and the weights at the chunk's start are the current ones.
+        # If segments and chunks are in phase, a chunk begins with each segment, and the current weights of the memory
+        # are those at the start of the chunk. They are not in phase if the memory did not read some token.
         chunk, memory = state.memory.memory.chunk, state.memory.memory.position
         self.aligned = mode == "on" and torch.equal(state.segment.position % chunk, memory % chunk)
 

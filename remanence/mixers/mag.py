@@ -1,5 +1,5 @@
-"""MAG, memory as a gate (eqs 26-28): sliding attention and the memory have the same input; the memory's output gates
-that of attention.
+"""MAG, memory as a gate (eqs 26-28 of Titans). Sliding-window attention and the memory read the same input,
+and the memory's output gates the output of attention.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from remanence.mixers.window_and_memory import (
 
 
 class MAG(WindowAndMemory):
-    """Memory as a gate."""
+    """Memory as a gate: the output of sliding-window attention, gated by the output of the memory."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__(config)
@@ -38,7 +38,7 @@ class MAG(WindowAndMemory):
 
 
 class MAGDecoder(WindowAndMemoryDecoder):
-    """MAG, one token at a time."""
+    """The decoder of `MAG`, which reads one token at a time."""
 
     def __init__(self, mixer: MAG, state: WindowAndMemoryState, mode: Mode) -> None:
         super().__init__(mixer, state, mode)

@@ -1,4 +1,6 @@
-"""MAL, memory as a layer (eqs 29-31): the memory's output is added to the input of sliding attention."""
+"""MAL, memory as a layer (eqs 29-31 of Titans). The memory's output is added to the input of sliding-window
+attention.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,7 @@ from remanence.mixers.window_and_memory import WindowAndMemory, WindowAndMemoryD
 
 
 class MAL(WindowAndMemory):
-    """Memory as a layer."""
+    """Memory as a layer: the memory reads x, and sliding-window attention reads x plus the memory's output."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__(config)
@@ -32,7 +34,7 @@ class MAL(WindowAndMemory):
 
 
 class MALDecoder(WindowAndMemoryDecoder):
-    """MAL, one token at a time."""
+    """The decoder of `MAL`, which reads one token at a time."""
 
     def __init__(self, mixer: MAL, state: WindowAndMemoryState, mode: Mode) -> None:
         super().__init__(mixer, state, mode)

@@ -1,4 +1,6 @@
-"""The neural memory inside a mixer: calls by memory mode, the base class of mixers with a memory, and decoding."""
+"""The neural memory inside a mixer: calling it in each memory mode, the base class of mixers with a memory,
+and its decoder.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,9 @@ from remanence.runtime.state import where
 
 
 class HasMemoryConfig(Protocol):
-    """A configuration with a neural memory, such as `ModelConfig` or `AttachConfig`."""
+    """A configuration with a neural memory, such as `ModelConfig` or `AttachConfig`. `segment` is the number
+    of tokens after which the memory is reset in mode "fresh".
+    """
 
     @property
     def segment(self) -> int: ...
@@ -35,8 +39,8 @@ class HasMemoryConfig(Protocol):
 
 
 class Memory(Module):
-    """A `NeuralMemory` inside a mixer, called according to the memory mode. `changes` replace fields of its
-    configuration.
+    """A `NeuralMemory` inside a mixer, which is called according to the memory mode. `changes` are fields of
+    `MemoryConfig` that replace those of `config.memory`.
     """
 
     def __init__(self, config: HasMemoryConfig, **changes: Unpack[MemoryFields]) -> None:
@@ -46,17 +50,21 @@ class Memory(Module):
         self.layer.checks = False
 
     def start(self, rows: int) -> NeuralMemoryState:
+        """Return the initial state of `rows` documents, in float32, or in float64 if the parameters are
+        float64.
+        """
         wide = self.layer.q_proj.weight.dtype == torch.float64
         return self.layer.start(rows, torch.float64 if wide else torch.float32)
 
     @property
     def chunk(self) -> int:
+        """Number of tokens in a chunk of the memory."""
         return self.layer.config.chunk
 
     def flops(self) -> float:
-        """Floating-point operations per token, forward and backward. Projections count once, the memory's net four
-        times (forward for keys, backward for errors, write, read), and the fixed first layers of a deep memory twice
-        (queries and keys).
+        """Floating-point operations per token, forward and backward. Projections are counted once. The
+        memory's network is counted four times: forward for keys, backward for errors, writing, and reading.
+        The first layers of a deep memory, which are not updated, are counted twice: for queries and for keys.
         """
         initial = sum(weight.numel() for weight in self.layer.initial.parameters())
         features = (
@@ -66,9 +74,9 @@ class Memory(Module):
         return 6.0 * (matrices - initial + features) + 24.0 * initial
 
     def relative_activations(self) -> float:
-        """The size of the memory's activations relative to those of the paper's net."""
+        """The size of the memory's activations relative to those of the paper's network."""
         config = self.layer.config
-        # Of a deep memory's first layers, only the keys are stored.
+        # A deep memory stores no activations of its first layers except the keys.
         depth = 1 if self.layer.deep else config.depth or 2
         return (1 + (depth - 1) * (config.expansion or 4.0) / 4) / 2
 
@@ -79,7 +87,7 @@ class Memory(Module):
         return decode.unsupported_reason(self.layer.net, self.layer.rule)
 
     def capture_unsupported_reason(self) -> str | None:
-        """Why a call cannot be captured as a CUDA graph; None if it can."""
+        """Why a call of the memory cannot be captured as a CUDA graph; None if it can."""
         return None if current_observer() is None else "memories are being observed"
 
     def forward(
@@ -90,7 +98,10 @@ class Memory(Module):
         mode: Mode,
         aligned: bool = False,
     ) -> MixerOutput:
-        """The output of the memory in this mode, zero in mode "off". `aligned`: x is known to begin with a chunk."""
+        """Read x ``[b t d]`` in a memory mode. Returns the output ``[b t d]`` (zero in mode "off"), the new
+        state, and the trace (None in modes "off" and "frozen"). `aligned`: whether x is known to begin at the
+        start of a chunk.
+        """
         if mode == "on":
             if not plain(self.layer, NeuralMemory):
                 return self._call_layer(x, state, offsets)
@@ -107,15 +118,17 @@ class Memory(Module):
     def _call_layer(
         self, x: Tensor, state: NeuralMemoryState | None, offsets: list[int] | None
     ) -> MixerOutput:
-        """The result of calling the layer, so that its hooks and an overridden `forward` run. An overridden `forward`
-        may not return surprise and gates; there is no trace then.
+        """Call the layer as a module, so that its hooks and an overridden `forward` run. There is no trace if
+        `forward` is overridden and does not return surprise and gates.
         """
         traced = {"traced": True} if type(self.layer).forward is NeuralMemory.forward else {}
         y, after, *seen = self.layer(x, state, offsets=offsets, **traced)
         return MixerOutput(y, after, MemoryTrace(*seen) if seen else None)
 
     def _read_fresh(self, x: Tensor, state: NeuralMemoryState, offsets: list[int] | None) -> MixerOutput:
-        """The output in mode "fresh": the memory is reset at each segment, and at once if it is older than one."""
+        """Read x in mode "fresh": the memory is reset at the start of each segment. A memory that has already
+        read more than one segment is reset first.
+        """
         lived = positions_of(state.memory.position)
         old = [place > self.segment for place in lived]
         if any(old):
@@ -137,7 +150,9 @@ class Memory(Module):
 
 
 class MemoryMixer(Mixer):
-    """A mixer with one neural memory, `memory`, which decides what can be decoded and captured."""
+    """The base class of mixers with one neural memory, which determines whether they can be decoded and
+    captured.
+    """
 
     memory: Memory
 
@@ -157,7 +172,7 @@ class MemoryMixer(Mixer):
 
 
 class MemoryDecoder:
-    """`Memory`, one token at a time, with its state in fixed buffers."""
+    """The decoder of `Memory`. It reads one token at a time, and updates its state in place."""
 
     def __init__(self, module: Memory, state: NeuralMemoryState, mode: Mode) -> None:
         self.layer, self.mode = module.layer, mode
@@ -172,11 +187,11 @@ class MemoryDecoder:
             self.weights = tuple(weight.detach().contiguous() for weight in self.layer.current_weights(state))
 
     def current_weights(self) -> Weights:
-        """The weights after the last token."""
+        """The weights of the memory after the last token that was read."""
         return self.running.current_weights() if self.mode == "on" else self.weights
 
     def step(self, x: Tensor, now: StepContext) -> Tensor:
-        """The output of the memory for one token of each row ``[r 1 d]``."""
+        """Read one token of each row, x ``[r 1 d]``, and return the output of the memory ``[r 1 d]``."""
         if self.mode == "off":
             return torch.zeros_like(x)
         layer = self.layer
@@ -199,7 +214,9 @@ class MemoryDecoder:
         return layer.output(q.unsqueeze(1), answers.unsqueeze(1).to(x.dtype), layer.g_proj(x))
 
     def query(self, x: Tensor, weights: Weights, past: Tensor, now: StepContext) -> Tensor:
-        """The output of a memory with given weights. `past` is the caller's convolution history, updated in place."""
+        """The output for one token of each row, x ``[r 1 d]``, of a memory with given weights; the memory is
+        not written. `past` is the convolution history of the queries, which is updated in place.
+        """
         layer = self.layer
         if not self.fused:
             y, new = layer.query(x, weights, past)
@@ -216,7 +233,9 @@ class MemoryDecoder:
         pasts: tuple[Tensor, ...],
         now: StepContext,
     ) -> list[Tensor]:
-        """The projections of a token, each convolved with its history, which is updated in place."""
+        """Apply each projection in `parts` to a token, and convolve the result with its history in `pasts`.
+        The histories are updated in place.
+        """
         xs = [projection(x)[:, 0] for projection, _ in parts]
         weights = [conv.weight for _, conv in parts if conv.weight is not None]
         return decode.convolve(xs, pasts, weights, self.layer.heads, now.active)

@@ -1,4 +1,6 @@
-"""The parameters of identical layers, stacked along a new first axis, with gradients that are summed in place."""
+"""Stacks the parameters of identical layers along a new first axis, for the wavefront schedule. Their
+gradients are summed in place.
+"""
 
 from __future__ import annotations
 
@@ -17,17 +19,17 @@ from remanence.memory.components import InitialMemory
 from remanence.runtime.state import needs_grad
 
 AUTOCAST_MODULES = (Linear, Features, InitialMemory, Persistent)
-"""Modules whose parameters autocast casts to its dtype, as operands of matrix products."""
+"""Modules whose parameters are operands of matrix products, which autocast casts to its dtype."""
 
 STACKABLE_MODULES = (*AUTOCAST_MODULES, RMSNorm, ShortConv, GateProjection)
-"""Modules whose parameters may have a further first axis for layers."""
+"""Modules that work if their parameters have an additional first axis for layers."""
 
 
 class StackedParameters:
-    """The parameters of identical blocks, by name, stacked along a new first axis: copied, and cast as autocast would,
-    once per call.
+    """The parameters of identical blocks, stacked along a new first axis. They are copied, and cast to the
+    dtype of autocast, once per call.
 
-    Backward computes their gradients for a few layers at a time; `GradientSums` adds them up in place.
+    Backward computes the gradients of a few layers at a time, and `GradientSums` adds them in place.
     """
 
     def __init__(self, blocks: Sequence[nn.Module]) -> None:
@@ -54,14 +56,16 @@ class StackedParameters:
 
     @torch.no_grad()
     def stack(self, flat: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        """The stacked parameters, from those of all layers: name after name, and layer after layer of each."""
+        """Stack parameters, and cast them. `flat` contains the first parameter of all layers, then the second
+        parameter of all layers, and so on. Returns one tensor ``[n ...]`` for each parameter name.
+        """
         groups = [flat[first : first + self.depth] for first in range(0, len(flat), self.depth)]
         return tuple(
             torch.stack(list(group)).to(dtype) for group, dtype in zip(groups, self.dtypes, strict=True)
         )
 
     def take(self, first: int, last: int) -> dict[str, Tensor]:
-        """The parameters of layers `first` to `last` - 1, by their names in `_SegmentReader`."""
+        """The parameters of layers `first` to `last` - 1, as a dict by their names in `_SegmentReader`."""
         taken = (
             _SliceFunction.apply(self.sums, first, last, *self.stacked)
             if self.needs_grad
@@ -76,10 +80,10 @@ class StackedParameters:
 
 
 class GradientSums:
-    """Sums of the gradients of stacked parameters, in the dtype of the parameters, until backward is complete.
+    """The sums of the gradients of stacked parameters, in the dtype of the parameters, while backward runs.
 
-    The functions of backward refer to this object and not to `StackedParameters`: that would be a reference cycle
-    through autograd's graph, which the garbage collector cannot find.
+    The autograd functions refer to this object instead of `StackedParameters`. A reference to
+    `StackedParameters` would be a cycle through the autograd graph, which the garbage collector cannot find.
     """
 
     def __init__(self, stacked: Sequence[Tensor], dtypes: Sequence[torch.dtype], mesh: int) -> None:
@@ -88,7 +92,9 @@ class GradientSums:
         self.totals: list[Tensor] | None = None
 
     def slot(self, index: int, first: int, last: int) -> Tensor:
-        """The sum for parameter `index` of layers `first` to `last` - 1, a view to add gradients to."""
+        """The gradient sum of parameter `index` for layers `first` to `last` - 1, as a view that can be added
+        to.
+        """
         if self.totals is None:
             self.totals = [
                 torch.zeros(shape, dtype=dtype, device=self.device)
@@ -97,25 +103,29 @@ class GradientSums:
         return self.totals[index][first:last]
 
     def add(self, first: int, last: int, grads: Sequence[Tensor | None]) -> None:
-        """Add gradients of all parameters of layers `first` to `last` - 1."""
+        """Add the gradients of all parameters of layers `first` to `last` - 1. None: no gradient."""
         for index, grad in enumerate(grads):
             if grad is not None:
                 total = self.slot(index, first, last)
                 total += grad
 
     def pop_all(self) -> list[Tensor | None]:
-        """The gradients of all layers' parameters, in the order of `StackedParameters.stack`; the sums are reset."""
+        """Return the gradients of the parameters of all layers, in the order of `flat` in
+        `StackedParameters.stack`, and reset the sums. The gradients are None if none were added.
+        """
         totals, self.totals = self.totals, None
         if totals is None:
             return [None] * sum(shape[0] for shape in self.shapes)
-        # FSDP averages the gradients of sharded parameters over processes; here they are summed.
+        # Gathered parameters get the sum of the gradients of all processes. FSDP takes the mean, so divide here.
         return [
             grad for total in totals for grad in (total if self.mesh == 1 else total / self.mesh).unbind(0)
         ]
 
 
 def _full_tensor(parameter: Tensor) -> Tensor:
-    """A parameter, gathered if it is sharded over processes; backward distributes its gradient again."""
+    """Return a parameter as a whole tensor. If it is sharded over processes, it is gathered, and backward
+    distributes its gradient to the shards.
+    """
     if not hasattr(parameter, "full_tensor"):
         return parameter
     from torch.distributed.tensor import Partial
@@ -124,12 +134,16 @@ def _full_tensor(parameter: Tensor) -> Tensor:
 
 
 class _SumsCtx(FunctionCtx):
+    """The context of the autograd functions below."""
+
     sums: GradientSums
     layers: tuple[int, int]
 
 
 class _StackFunction(torch.autograd.Function):
-    """Returns the stacked parameters. Its backward runs after that of every `_SliceFunction` and returns the sums."""
+    """Returns the stacked parameters. Its backward runs after the backward of every `_SliceFunction`, and
+    returns the gradient sums.
+    """
 
     @staticmethod
     def forward(
@@ -145,7 +159,7 @@ class _StackFunction(torch.autograd.Function):
 
 
 class _SliceFunction(torch.autograd.Function):
-    """Returns the parameters of some layers. Its backward adds their gradients to the sums."""
+    """Returns the stacked parameters of some layers. Its backward adds their gradients to the sums."""
 
     @staticmethod
     def forward(

@@ -1,8 +1,8 @@
 """The wavefront schedule (diagonal batching: Sivtsov et al., 2025) for layers that read one segment after the other.
 
-Segment s of layer l needs the output of layer l - 1 for segment s, and the state of layer l after segment s - 1. So all
-pairs with the same l + s can be computed together, as one layer with stacked weights (`remanence.mixers.stacked`) and
-with the rows of all these layers in one batch::
+Segment s of layer l needs the output of layer l - 1 for segment s, and the state of layer l after segment s -
+1. Therefore all pairs (l, s) with the same l + s can be computed together, as one layer with stacked weights
+(`remanence.mixers.stacked`) and with the rows of all these layers in one batch::
 
     layer     0  1  2  3
     time 0    0                 the segment that each layer reads at each time
@@ -38,45 +38,51 @@ from remanence.runtime.module import altered, described, modules_of, ours, overr
 from remanence.runtime.state import TensorTuple, where
 
 MIN_SEGMENTS = 2
-"""The least number of segments for which the schedule is used; it gains nothing with fewer."""
+"""The minimum number of segments for which the schedule is used. With fewer segments it is not faster."""
 
 T = TypeVar("T")
 
 
 class SegmentMixer(Protocol):
-    """The methods of a mixer that the schedule calls. `MAC` has them."""
+    """The methods of a mixer that the wavefront schedule calls. `MAC` implements them."""
 
     @property
     def segment_length(self) -> int | None:
         """Number of tokens in a segment; None if the schedule cannot be used."""
 
     def carry(self, state: TensorTuple, /) -> TensorTuple:
-        """The part of a state at a segment's start that reading further segments needs."""
+        """The part of a state at the start of a segment that is needed to read further whole segments (the
+        carry).
+        """
 
     def read_segment(
         self, x: Tensor, carry: TensorTuple, /
     ) -> tuple[Tensor, TensorTuple, MemoryTrace | None]:
-        """The output for one whole segment, the carry after it, and the trace of the memory."""
+        """Read one whole segment x. Returns the output, the carry after the segment, and the trace of the
+        memory.
+        """
 
     def segment_start(self, carry: TensorTuple, /) -> Weights:
-        """The part of the carry that the state keeps from the start of a segment."""
+        """The weights in a carry at the start of a segment, which the state keeps while the segment is read."""
 
     def after_segments(
         self, carry: TensorTuple, start: Weights, previous: TensorTuple, tokens: int, /
     ) -> TensorTuple:
-        """The state after whole segments with `tokens` tokens in total."""
+        """The state after whole segments with `tokens` tokens in total. `start` is the result of
+        `segment_start` for the last segment, `previous` the state before the first segment.
+        """
 
 
 def segment_mixers(blocks: Sequence[nn.Module]) -> list[SegmentMixer]:
-    """The mixers of blocks, as the schedule uses them."""
+    """The mixers of blocks, with the type that the schedule needs. Whether they have it is not checked."""
     return [block.mixer for block in blocks]  # type: ignore[misc]
 
 
 def unsupported_reason(blocks: Sequence[nn.Module]) -> str | None:
     """Why these blocks cannot use the wavefront schedule; None if they can.
 
-    The schedule calls the first block for all layers, with their stacked weights. So a module that computes something
-    else in one layer, because of a hook, a subclass or a setting, rules it out.
+    The schedule calls the first block for all layers, with their stacked weights. It therefore cannot be used
+    if a module of some layer computes something else, because of a hook, a subclass or a setting.
     """
     mixers: list[nn.Module] = [block.mixer for block in blocks]  # type: ignore[misc]
     if len(mixers) < 2 or len({type(mixer) for mixer in mixers}) > 1:
@@ -117,29 +123,35 @@ def _same_settings(a: nn.Module, b: nn.Module) -> bool:
 
 
 def _equal(a: object, b: object) -> bool:
-    if isinstance(a, MethodType):  # FSDP's, as `altered` says
+    """Whether two attributes have the same type and value. Tensors are never equal."""
+    if isinstance(a, MethodType):  # FSDP sets such attributes; see `altered`
         return isinstance(b, MethodType) and a.__name__ == b.__name__
     return type(a) is type(b) and not isinstance(a, Tensor) and bool(a == b)
 
 
 class WavefrontOutput(NamedTuple):
-    """The result of a call: the last layer's output, and each layer's state, memory trace and input."""
+    """The result of `read`."""
 
     x: Tensor
+    """The output of the last layer ``[b t d]``."""
     states: tuple[TensorTuple, ...]
+    """The state of each layer after the call."""
     traces: Sequence[MemoryTrace | None]
+    """The memory trace of each layer."""
     layers: Sequence[Tensor]
+    """The input of each layer ``[b t d]``."""
 
 
 class PackedRows(NamedTuple):
-    """Packed documents arranged in rows of whole segments: several documents per row, each at a segment's start.
+    """Packed documents arranged in rows of whole segments. A row may contain several documents; each begins
+    at the start of a segment.
 
     token_index
-        The index of each row's tokens in the call ``[rows t]``; -1: padding.
+        The index in the call of the token at each place of each row ``[rows t]``; -1: padding.
     row_index
-        The index of each token of the call in the flattened rows ``[tokens]``.
+        The index in the flattened rows of each token of the call ``[tokens]``.
     begins
-        Whether each segment begins a document ``[rows segments]``.
+        Whether a document begins at each segment ``[rows segments]``.
     """
 
     token_index: Tensor
@@ -148,11 +160,15 @@ class PackedRows(NamedTuple):
 
 
 TARGET_ROWS = 8
-"""The approximate number of rows that packed documents are arranged in; fewer if a long document makes rows long."""
+"""The approximate number of rows in which packed documents are arranged. There are fewer if one long document
+makes all rows long.
+"""
 
 
 def pack_rows(borders: list[int], size: int) -> PackedRows:
-    """Arrange documents with these offsets in rows of segments of `size` tokens: first fit, longest documents first."""
+    """Arrange packed documents in rows of segments of `size` tokens. `borders` are the offsets of the
+    documents. Each document is put into the first row with enough space, the longest document first.
+    """
     counts = [b - a for a, b in itertools.pairwise(borders)]
     needed = [-(-count // size) for count in counts]
     capacity = max(1, *needed, -(-sum(needed) // TARGET_ROWS))
@@ -181,7 +197,9 @@ def pack_rows(borders: list[int], size: int) -> PackedRows:
 
 
 class _Step(NamedTuple):
-    """One time of the schedule: its first layer, the inputs of its layers, and their traces, row after row."""
+    """One time step of the schedule: the index of the first layer that it computes, and the inputs and traces
+    of all its layers, concatenated along the rows.
+    """
 
     first: int
     x: Tensor
@@ -196,9 +214,11 @@ def read(
     begins: Tensor | None = None,
     checkpointing: bool = False,
 ) -> WavefrontOutput:
-    """Whole segments ``[b t d]`` through all blocks, in memory mode "on", from the start of a segment and of a chunk.
+    """Read whole segments x ``[b t d]`` with all blocks, in memory mode "on". x must begin at the start of a
+    segment and of a chunk. `states` are the states of the blocks before the call.
 
-    Where `begins` ``[b segments]`` is true, a row restarts from its initial state.
+    Where `begins` ``[b segments]`` is true, a row is reset to its state in `states` before the segment; None:
+    nowhere. `checkpointing`: whether backward recomputes the activations of each step.
     """
     mixers = segment_mixers(blocks)
     segments = x.split(mixers[0].segment_length or 1, 1)
@@ -214,7 +234,7 @@ def read(
         inputs = [segments[time]] if time < count else []
         if y is not None:  # the output of each layer is the input of the next
             inputs.append(y)
-        if carry is not None and time >= count:  # the first of these layers has read all segments
+        if carry is not None and time >= count:  # the first layer of the carry has read all segments
             carry = carry.rows(slice(rows, None))
         if time < depth:
             initial = mixers[time].carry(states[time])
@@ -240,11 +260,12 @@ def read(
             )
 
     def steps_of(layer: int) -> list[tuple[_Step, slice]]:
-        """The steps that a layer takes part in, and its rows in each."""
+        """The time steps that compute a layer, each with the slice of the rows that belong to the layer."""
         found = [(step, (layer - step.first) * rows) for step in steps[layer : layer + count]]
         return [(step, slice(place, place + rows)) for step, place in found]
 
     def layer_trace(layer: int) -> MemoryTrace | None:
+        """The trace of one layer for all segments; None if it has none."""
         return MemoryTrace.join(
             [MemoryTrace.map_tensors(step.trace, itemgetter(index)) for step, index in steps_of(layer)]
         )
@@ -260,11 +281,16 @@ def read(
 def _step(
     reader: nn.Module, weights: dict[str, Tensor], x: Tensor, carry: TensorTuple
 ) -> tuple[Tensor, TensorTuple, MemoryTrace | None]:
+    """Call `reader` with the given parameters instead of its own. Returns the output, the carry and the
+    trace.
+    """
     return functional_call(reader, weights, (x, carry))
 
 
 class _SegmentReader(nn.Module):
-    """A block that reads one whole segment."""
+    """A module that reads one whole segment with a block: mixer, feed-forward network and residual
+    connections.
+    """
 
     def __init__(self, block: nn.Module) -> None:
         super().__init__()
@@ -279,15 +305,19 @@ class _SegmentReader(nn.Module):
 def _final_state(
     carry: TensorTuple, weights: Weights, previous: TensorTuple, tokens: int, mixer: SegmentMixer
 ) -> TensorTuple:
-    """The state of a layer after its last segment."""
+    """The state of a layer after its last segment. `weights` are those of its memory at the start of that
+    segment.
+    """
     if not torch.is_grad_enabled():
-        # A view would keep the states of all layers alive.
+        # Copy, because a view would keep the states of all layers in memory.
         carry, weights = carry.clone(), tuple(weight.clone() for weight in weights)
     return mixer.after_segments(carry, weights, previous, tokens)
 
 
 class LazySequence(Sequence[T]):
-    """A sequence whose items are computed each time that they are asked for, as most callers never ask."""
+    """A sequence of `count` items that are computed by `make` at each access, because most callers do not use
+    them.
+    """
 
     def __init__(self, count: int, make: Callable[[int], T]) -> None:
         self.size, self.make = count, make

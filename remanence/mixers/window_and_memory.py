@@ -1,4 +1,6 @@
-"""The base class of MAG and MAL, which have a sliding window and a memory; and the gate of MAC and MAG."""
+"""The common base class of `MAG` and `MAL`, which have a sliding window and a memory; and `Join`, the gate of
+`MAC` and `MAG`.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +38,9 @@ class WindowAndMemoryState(_WindowAndMemoryState, TensorTuple):
 
 
 class WindowAndMemory(MemoryMixer):
-    """A sliding window and a memory; subclasses combine them."""
+    """The base class of mixers with sliding-window attention and a memory. Subclasses define how they are
+    combined.
+    """
 
     State: ClassVar[type] = WindowAndMemoryState
 
@@ -59,7 +63,7 @@ class WindowAndMemory(MemoryMixer):
 
 
 class WindowAndMemoryDecoder(MixerDecoder):
-    """The decoders of the window and of the memory; subclasses combine them."""
+    """The base class of decoders with a window and a memory. Subclasses define how they are combined."""
 
     def __init__(self, mixer: WindowAndMemory, state: WindowAndMemoryState, mode: Mode) -> None:
         self.window = WindowDecoder(mixer.attention, state.attention)
@@ -75,8 +79,8 @@ class WindowAndMemoryDecoder(MixerDecoder):
 
 
 class Join(Module):
-    """The paper's ⊗: the output of attention times the sigmoid of the memory's output, both normalised with learned
-    gains first. Where the memory's output is zero, the factor is 0.5.
+    """The operator ⊗ of the Titans paper: the output of attention times the sigmoid of the memory's output.
+    Both are first normalised with learned gains. If the memory's output is zero, the factor is 0.5.
     """
 
     def __init__(self, dim: int) -> None:

@@ -1,4 +1,9 @@
-"""The memory operator: one function, several backends, one signature."""
+"""The memory operator: one function with one signature and several backends.
+
+Axes in the shapes of this package: b batch rows, t tokens, h heads, e width of a head (f if that of the keys
+differs), r rows of a state (one per document), c tokens of a chunk, n chunks, m rows times heads, p tensors
+per weight in a state (2: the weight and its momentum; 1: the weight alone).
+"""
 
 from remanence.ops import large_chunk as large_chunk  # adds to NETS and RULES
 from remanence.ops.clamp import clamped, reset_clamped

@@ -1,4 +1,6 @@
-"""Checks of the operator's arguments. Each error is one line: the argument, what was expected, what was given."""
+"""Checks of the operator's arguments. Every error message is one line with the argument's name, the expected
+value and the given value.
+"""
 
 from __future__ import annotations
 
@@ -20,6 +22,7 @@ def check_chunk(chunk: int) -> None:
 
 
 def _check_shape(name: str, x: Tensor, expected: tuple[int, ...], like: str) -> None:
+    """Raise ValueError if x is not a tensor of the expected shape. `like` explains that shape in the message."""
     if not isinstance(x, Tensor):
         raise ValueError(
             f"{name}: expected a tensor of shape {list(expected)} ({like}), got {type(x).__name__}"
@@ -29,15 +32,19 @@ def _check_shape(name: str, x: Tensor, expected: tuple[int, ...], like: str) -> 
 
 
 def _state_dtype(q: Tensor) -> torch.dtype:
+    """Return the dtype that a state must have for these queries: float64 if they are float64, otherwise
+    float32.
+    """
     return torch.float64 if q.dtype == torch.float64 else torch.float32
 
 
 def count_documents(offsets: Tensor | Sequence[int]) -> int:
-    """The number of packed documents, given their offsets."""
+    """Return the number of packed documents, given their offsets."""
     return len(_offset_list(offsets)) - 1
 
 
 def _offset_list(offsets: Tensor | Sequence[int]) -> list[int]:
+    """Return the offsets as a list of integers, or raise ValueError if they are not integers."""
     values = offsets.tolist() if isinstance(offsets, Tensor) else offsets
     if (
         not isinstance(values, (list, tuple))
@@ -51,7 +58,9 @@ def _offset_list(offsets: Tensor | Sequence[int]) -> list[int]:
 def check_offsets(
     offsets: Tensor | Sequence[int] | None, batch: int, tokens: int, rows: int
 ) -> list[int] | None:
-    """The checked offsets as a list of integers, or None for one document per batch row."""
+    """Return the checked offsets as a list of integers, or None if each batch row is one document. `rows` is
+    the number of rows of the state.
+    """
     if offsets is None:
         if rows != batch:
             raise ValueError(f"state: expected {batch} rows, one for each row of the batch, got {rows}")
@@ -69,7 +78,7 @@ def check_offsets(
 
 
 def check_net_and_rule(net: object, rule: object) -> None:
-    """Raise ValueError if these are not a net and a rule that the operator can run."""
+    """Raise ValueError if the operator cannot run this net or this rule."""
     if isinstance(net, Deep):
         raise ValueError(
             "net: expected the fast weights' net of a deep memory (net.fast, with features as keys), got Deep"
@@ -95,7 +104,9 @@ def check_rule(rule: object) -> None:
 
 
 def check_buffers(buffers: object) -> None:
-    """Raise ValueError if these cannot be the buffers of a rule, as returned by `Rule.init_state`."""
+    """Raise ValueError if these are not valid buffers of a rule, which `Rule.init_state` must return as a
+    tuple of floating-point tensors.
+    """
     is_valid = isinstance(buffers, (tuple, list)) and all(
         isinstance(buffer, Tensor) and buffer.is_floating_point() for buffer in buffers
     )
@@ -109,7 +120,7 @@ def check_buffers(buffers: object) -> None:
 
 
 def check_start(weights: object, momentum: object, rows: object, rule: Rule) -> None:
-    """Check the arguments of `remanence.ops.start`."""
+    """Raise ValueError if an argument of `remanence.ops.start` is invalid."""
     check_rule(rule)
     if isinstance(rows, bool) or not isinstance(rows, int) or rows < 0:
         raise ValueError(f"rows: expected an integer of at least 0, got {rows!r}")
@@ -142,7 +153,9 @@ def check_start(weights: object, momentum: object, rows: object, rule: Rule) -> 
 def check_state(
     q: Tensor, state: MemoryState, net: Net, rule: Rule, chunk: int, offsets: Tensor | Sequence[int] | None
 ) -> list[int] | None:
-    """Check that a state fits a call: rows, heads, width, dtype, device, chunk, net and rule. Returns the offsets."""
+    """Check that a state fits a call in rows, heads, width, dtype, device, chunk, net and rule. Return the
+    offsets as a list, or None if each batch row is one document.
+    """
     if not isinstance(q, Tensor) or q.dim() != 4 or not q.is_floating_point():
         got = f"{list(q.shape)} {q.dtype}" if isinstance(q, Tensor) else type(q).__name__
         raise ValueError(f"q: expected a floating-point tensor [batch, tokens, heads, width], got {got}")
@@ -195,7 +208,7 @@ def check_state(
 
 
 def _buffer_shapes(state: MemoryState, rule: Rule) -> list[list[int]]:
-    """The shapes of a rule's buffers for one head."""
+    """Return the shapes of a rule's buffers for one head, without the row and head axes."""
     with torch.no_grad():
         return [list(x.shape) for x in rule.init_state(tuple(layer[0, 0, 0] for layer in state.layers))]
 
@@ -211,7 +224,9 @@ def check_arguments(
     chunk: int,
     offsets: Tensor | Sequence[int] | None,
 ) -> list[int] | None:
-    """Check everything about a call except values. Returns the offsets as a list, or None."""
+    """Check all arguments of a call, but not the values in its tensors. Return the offsets as a list, or None
+    if each batch row is one document.
+    """
     check_chunk(chunk)
     check_net_and_rule(net, rule)
     if (
@@ -254,7 +269,9 @@ def check_arguments(
 
 
 def check_values(q: Tensor, k: Tensor, v: Tensor, gates: Gates) -> None:
-    """Check that inputs are finite and gates are in range: step size at least 0, momentum and retention in 0 to 1."""
+    """Raise ValueError unless q, k and v are finite and the gates are in range: a finite step size, momentum
+    and retention of at most 1.
+    """
     for name, x in (("q", q), ("k", k), ("v", v)):
         if not bool(x.isfinite().all()):
             count = int((~x.isfinite()).sum())

@@ -1,7 +1,8 @@
 """The chunk-parallel backend: a scan over chunks with checkpointing.
 
-The inputs and the states at the starts of about sqrt(n) blocks of chunks are saved for backward; the states within a
-block are recomputed. The recurrence is never inverted, because dividing by a gate is unstable.
+For backward, the scan saves its inputs and the states at the starts of about sqrt(n) blocks of chunks. The
+states within a block are recomputed from the state at its start. They are not recovered by inverting the
+recurrence, because dividing by a gate is unstable.
 """
 
 from __future__ import annotations
@@ -24,13 +25,15 @@ from remanence.runtime.positions import positions_of
 from remanence.runtime.state import needs_grad
 
 INFERENCE_BLOCK = 16
-"""Chunks whose answers are computed together when nothing is saved for backward."""
+"""The number of chunks whose answers are computed together when nothing is saved for backward."""
 
 
 def scan_forward(
     scan: ChunkScan, s: ChunkBlock, state: Weights, stride: int, keep: bool
 ) -> tuple[Tensor, Tensor, Weights, list[Weights]]:
-    """Answers, surprise, the end state and (with `keep`) the state at each block's start; `stride` chunks a block."""
+    """Scan all chunks in blocks of `stride` chunks. Return the answers ``[n m c e]``, the surprise ``[n m
+    c]``, the end state and the state at the start of each block (an empty list unless `keep`).
+    """
     starts: list[Weights] = []
     answers, surprises = [], []
     for start in range(0, s.k.shape[0], stride):
@@ -51,7 +54,10 @@ def scan_backward(
     g_surprise: Tensor,
     g_end: tuple[Tensor, ...],
 ) -> tuple[list[Grad], list[Tensor], list[Tensor]]:
-    """The gradients of the inputs (`s` without `complete`), of the initial state and of the net's slow parameters."""
+    """Return the gradients of the inputs (the fields of `s` except `complete`), of the initial state, and of
+    the slow parameters. `starts` are the states that `scan_forward` kept, `g_end` is the gradient of the end
+    state.
+    """
     g_state, pieces, slow, clamp = list(g_end), [], [], GradientClamp(g_end, s.k.dtype)
     # Backward may be called under autocast, which must not lower the precision here.
     with torch.autocast(s.k.device.type, enabled=False):
@@ -68,7 +74,9 @@ def scan_backward(
 
 
 class _ScanFunction(torch.autograd.Function):
-    """The scan over all chunks of a call as a differentiable function of inputs, gates and state."""
+    """The scan over all chunks of a call, as a differentiable function of the inputs, gates, state and slow
+    parameters.
+    """
 
     @staticmethod
     def forward(ctx: Any, scan: ChunkScan, keep_for_backward: bool, *tensors: Tensor) -> tuple[Tensor, ...]:
@@ -93,6 +101,9 @@ class _ScanFunction(torch.autograd.Function):
 
 
 def _split_tensors(tensors: tuple[Tensor, ...], scan: ChunkScan) -> tuple[ChunkBlock, Weights]:
+    """Split the flat arguments of `_ScanFunction` into the inputs of the chunks and the state. Slow
+    parameters are dropped.
+    """
     inputs = len(ChunkBlock._fields)
     return ChunkBlock._make(tensors[:inputs]), tensors[inputs : len(tensors) - len(scan.slow_parameters)]
 
@@ -100,7 +111,9 @@ def _split_tensors(tensors: tuple[Tensor, ...], scan: ChunkScan) -> tuple[ChunkB
 def _run_scan(
     scan: ChunkScan, block: ChunkBlock, state: MemoryState
 ) -> tuple[Tensor, Tensor, Weights, Weights]:
-    """Answers and surprise ``[n m c ...]`` of all chunks, and the layers and buffers of the state after them."""
+    """Return the answers ``[n m c e]`` and surprise ``[n m c]`` of all chunks, and the layers and the buffers
+    of the state after them.
+    """
     start = [layer.flatten(0, 1) for layer in (*state.layers, *state.buffers)]
     tensors = (*block, *start, *scan.slow_parameters)
     needed = needs_grad(tensors)
@@ -112,12 +125,12 @@ def _run_scan(
 
 
 def to_chunks(x: Tensor, n: int) -> Tensor:
-    """Rows ``[r n*c h ...]`` as n chunks ``[n r*h c ...]``."""
+    """Split rows ``[r n*c h ...]`` into n chunks ``[n r*h c ...]``."""
     return rearrange(x, "r (n c) h ... -> n (r h) c ...", n=n).contiguous()
 
 
 def from_chunks(x: Tensor, heads: int) -> Tensor:
-    """Undo `to_chunks`."""
+    """Join chunks ``[n r*h c ...]`` to rows ``[r n*c h ...]``: the inverse of `to_chunks`."""
     return rearrange(x, "n (r h) c ... -> r (n c) h ...", h=heads)
 
 
@@ -132,7 +145,9 @@ def memorize(
     chunk: int,
     offsets: list[int] | None,
 ) -> tuple[Tensor, MemoryState, Tensor]:
-    """`remanence.ops.memorize` on this backend; the arguments are checked."""
+    """Run `remanence.ops.memorize` on this backend. The arguments must have been checked. Returns the
+    answers, the new state and the surprise.
+    """
     layout = Layout(q.shape[0], q.shape[1], state, chunk, offsets)
     block, k, v, gates = arrange_chunks(layout, q, k, v, gates, state)
     scan = choose_scan(net, rule, layout.completes_chunk, len(state.layers))
@@ -148,7 +163,9 @@ def memorize(
 def arrange_chunks(
     layout: Layout, q: Tensor, k: Tensor, v: Tensor, gates: Gates, state: MemoryState
 ) -> tuple[ChunkBlock, Tensor, Tensor, Gates]:
-    """The inputs of a call as chunks; and its keys, values and gates with the state's tail, as rows."""
+    """Return the inputs of a call as chunks, and then its keys, values and gates as rows ``[r length ...]``
+    that begin with the state's tail.
+    """
     k, v, gates = (
         layout.rows_with_tail(state.k, k),
         layout.rows_with_tail(state.v, v),
@@ -165,7 +182,9 @@ def arrange_chunks(
 
 
 def current_weights(state: MemoryState, net: Net, rule: Rule) -> Weights:
-    """The weights ``[r h ...]`` after all tokens so far, as if the incomplete chunk ended here."""
+    """Return the weights ``[r h ...]`` after all tokens so far, as if the incomplete chunk ended here. For a
+    rule with ``read="chunk"``, return those at the start of the incomplete chunk.
+    """
     rows, heads = state.k.shape[0], state.k.shape[2]
     slots = int((state.position % state.chunk).max()) if rows else 0
     if slots == 0 or rule.read == "chunk":
@@ -189,7 +208,9 @@ def current_weights(state: MemoryState, net: Net, rule: Rule) -> Weights:
 
 
 def _current_weights_by_rule(state: MemoryState, net: Net, rule: Rule) -> Weights:
-    """`current_weights` for a rule without neutral gates: rows with tails of the same length are computed together."""
+    """Compute `current_weights` for a rule that is not linear, where unused slots cannot be given gates
+    without effect. Rows whose incomplete chunks have the same length are computed together.
+    """
     tails = [position % state.chunk for position in positions_of(state.position)]
     order, parts = [], []
     for slots in sorted(set(tails)):

@@ -1,8 +1,10 @@
-"""A clamp on the gradient of a memory's state during backward, and a count of how often it acted.
+"""A clamp on the gradient of a memory's state during backward, and a count of how often the clamp was
+applied.
 
-In a healthy training run it never acts. A memory (one row and head of a call) counts once if the gradient of its state
-was scaled down at least once in that call's backward. The chunked backend and the kernels count, also inside
-torch.compile, where each is one operator. The reference backend does not clamp.
+In a healthy training run it is never applied. A memory (one row and head of a call) is counted once per call
+if the gradient of its state was scaled down at least once in the backward pass of that call. The chunked
+backend and the Triton kernels clamp and count, also under torch.compile, where each of them is one operator.
+The reference backend does not clamp.
 """
 
 from __future__ import annotations
@@ -12,14 +14,16 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 
 _counters: dict[torch.device, Tensor] = {}
+"""The number of clamped memories, one tensor ``[1]`` per device."""
 
 
 def clamp_counter(like: Tensor) -> Tensor:
-    """The counter ``[1]`` on a tensor's device, which is incremented without synchronisation.
+    """Return the counter ``[1]`` on the device of `like`, which is incremented without synchronisation.
 
-    A temporary tensor for fake tensors, and while a CUDA graph is captured before the counter exists: the graph would
-    also capture the zero that it starts from. Tracing by the compiler creates the counter, because compiled code may
-    first run in memory that belongs to a CUDA graph.
+    A temporary tensor is returned for fake tensors, and also while a CUDA graph is captured before the
+    counter exists: the graph would capture the initialisation to zero as well. When the compiler traces with
+    fake tensors, the real counter is created too, because compiled code may first run in memory that belongs
+    to a CUDA graph.
     """
     device = like.device
     if isinstance(like, FakeTensor):
@@ -36,28 +40,32 @@ def clamp_counter(like: Tensor) -> Tensor:
 
 
 def clamped() -> int:
-    """The number of memories whose gradient was clamped since `reset_clamped`, on all devices; synchronises."""
+    """Return the number of memories whose gradient was clamped since `reset_clamped`, summed over all
+    devices. This synchronises with the devices.
+    """
     return sum(int(count) for count in _counters.values())
 
 
 def reset_clamped() -> None:
-    """Set the count of `clamped` to zero."""
+    """Set the count that `clamped` returns to zero."""
     for count in _counters.values():
         count.zero_()
 
 
 class GradientClamp:
-    """Limits the gradient of the state, as it is propagated back from chunk to chunk, per row and head.
+    """Limits the gradient of the state while it is propagated back from chunk to chunk, for each row and
+    head.
 
-    Thousands of writes are a long product of Jacobians, which explodes with a deep net or repeated keys. The relative
-    limit is 1 / eps times the gradient received from the outputs so far (its absolute sum, times the largest query if
-    above 1): beyond that, rounding errors are as large as the received gradient. A larger gradient is scaled down, a
-    smaller one is not changed. Built-in nets are clamped after every chunk, custom nets after every block of chunks.
+    Thousands of writes are a long product of Jacobians, which explodes with a deep net or with repeated keys.
+    The relative limit is 1 / eps times the gradient received from the outputs so far (the sum of its absolute
+    values, times the largest query if that is above 1). Beyond this limit, rounding errors are as large as
+    the received gradient. A larger gradient is scaled down to the limit, a smaller one is not changed.
+    Built-in nets are clamped after every chunk, custom nets after every block of chunks.
 
-    The received gradient may itself have grown in a later call (MAC makes one call per segment), so there is also an
-    absolute limit, a number whose square can be summed 1e18 times without overflow.
+    There is also an absolute limit, because the received gradient may itself have grown in a later call (MAC
+    makes one call per segment). The square of this limit can be summed 1e18 times without overflow.
 
-    `add_to_counter` adds the limited rows and heads to the total that `clamped` returns.
+    `add_to_counter` adds the number of clamped rows and heads to the total that `clamped` returns.
     """
 
     def __init__(self, g_end: tuple[Tensor, ...], dtype: torch.dtype) -> None:
@@ -69,7 +77,10 @@ class GradientClamp:
         self.smallest_factor: Tensor | None = None
 
     def apply(self, g_state: list[Tensor], received: Tensor) -> None:
-        """Scale g_state ``[m ...]`` down in place where needed, after gradients of this size ``[m]`` were received."""
+        """Scale the gradient `g_state` ``[m ...]`` down in place where it exceeds the limit. `received`
+        ``[m]`` is the size of the gradient that the outputs of this chunk or block received; it is added to
+        the sum so far.
+        """
         self.received = self.received + received
         limit = (self.received * self.relative_limit).clamp(max=self.absolute_limit)
         size = torch.stack([g.reshape(len(g), -1).abs().amax(1) for g in g_state]).amax(0)

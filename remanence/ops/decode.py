@@ -1,9 +1,10 @@
 """Decoding: a memory that reads one token at a time and is updated in place.
 
-A token needs the layer inputs X and errors D, at the anchor weights, of the earlier tokens of its chunk. They are
-stored beside the tail, so that a token is one row of every product in closed_form. Each row may be at another position
-in its chunk: the slot to write, and whether the chunk is complete, are computed on the device. All shapes are fixed and
-nothing synchronises, so a CUDA graph can capture a step.
+For each token, the memory needs the layer inputs X and errors D of the earlier tokens of its chunk, computed
+at the anchor weights. They are stored beside the tail, so that one token adds only one row to every matrix
+product of `closed_form`. Rows may be at different positions in their chunks: the slot to write, and whether
+the chunk is complete, are computed on the device. All shapes are fixed and nothing synchronises with the
+host, so a CUDA graph can capture a step.
 """
 
 from __future__ import annotations
@@ -34,31 +35,37 @@ __all__ = [
 
 
 def write_slots(buffer: Tensor, slot: Tensor, new: Tensor, active: Tensor) -> None:
-    """Write `new` ``[r ...]`` to the slot ``[r]`` of each active row of a buffer ``[r slots ...]``, in place."""
+    """Write `new` ``[r ...]`` into a buffer ``[r slots ...]`` in place, at the slot ``[r]`` of each row. Rows
+    where `active` ``[r]`` is false stay unchanged.
+    """
     where = torch.arange(buffer.shape[0], device=buffer.device), slot
     buffer[where] = select_rows(active, new.to(buffer.dtype), buffer[where])
 
 
 def overwrite_rows(buffers: Sequence[Tensor], new: Sequence[Tensor], rows: Tensor) -> None:
-    """Copy the rows ``[r]`` (a mask) of the new tensors to the buffers, in place."""
+    """Copy the rows where the mask `rows` ``[r]`` is true from the new tensors to the buffers, in place."""
     for old, tensor in zip(buffers, new, strict=True):
         old.copy_(select_rows(rows, tensor, old))
 
 
 def select_rows(rows: Tensor, new: Tensor, old: Tensor) -> Tensor:
-    """`new` in the rows ``[r]`` (a mask), `old` in the others."""
+    """Return `new` in the rows where the mask `rows` ``[r]`` is true, and `old` in the other rows."""
     return torch.where(rows.view(-1, *[1] * (new.dim() - 1)), new, old)
 
 
 def is_supported(like: Tensor, width: int) -> bool:
-    """Whether the kernels can decode heads of this width; `like` has the dtype and device of the state."""
+    """Whether the kernels can decode heads of this width. `like` is any tensor with the dtype and device of
+    the state.
+    """
     return dispatch.decode_reason(like, width) is None
 
 
 class InPlaceMemory:
-    """A memory for decoding, updated in place. It copies the `MemoryState` that it starts from; `state` returns a copy.
+    """A memory for decoding, updated in place. It starts from a copy of a `MemoryState`; the property `state`
+    returns a copy, too.
 
-    ``m`` is rows times heads. `inputs` and `errors` are X and D of the incomplete chunk, one ``[m c ...]`` per layer.
+    In the shapes, m is rows times heads. `inputs` and `errors` are X and D of the incomplete chunk, one
+    tensor ``[m c ...]`` per layer. `step` writes one token (see `_step_plain`).
     """
 
     def __init__(self, state: MemoryState, net: Net, rule: Rule, backend: str = "auto") -> None:
@@ -70,7 +77,7 @@ class InPlaceMemory:
         self.net, self.rule, self.chunk = net, rule, state.chunk
         self.rows, self.heads, self.width = state.k.shape[0], *state.k.shape[2:]
         self.values = state.v.shape[-1]
-        # One slot more than in a tail, for the token that completes the chunk.
+        # There is one more slot than in a tail, for the token that completes the chunk.
         k, self.v, self.gates = self._slots(state.k), self._slots(state.v), state.gates.map(self._slots)
         self.layers = tuple(
             layer.detach().flatten(0, 1).clone(memory_format=torch.contiguous_format)
@@ -79,24 +86,29 @@ class InPlaceMemory:
         self.position, self.diverged = state.position.clone(), state.diverged.clone()
         self.inputs, self.errors = self._inputs_and_errors(k, self.v)
         reason = dispatch.decode_reason(self.v, max(self.width, self.values))
-        self.has_kernels = reason is None  # for copies of weights; a step may still have no kernel
+        self.has_kernels = reason is None  # to copy weights; there may still be no kernel for a step
         self.step = (
             self._step_fused if self._choose_backend(backend, reason) == "triton" else self._step_plain
         )
 
     def _choose_backend(self, backend: str, reason: str | None) -> str:
+        """Return the backend, "triton" or "plain". `reason` tells why the kernels cannot be used, or is None
+        if they can.
+        """
         reason = dispatch.decode_memory_reason(self.net, self.rule, self.chunk) or reason
         if backend == "triton" and reason is not None:
             raise ValueError(f"backend: 'triton' cannot decode this memory: {reason}")
         return ("plain" if reason else "triton") if backend == "auto" else backend
 
     def _slots(self, tail: Tensor) -> Tensor:
-        """The slots ``[m c ...]`` of a chunk, from a tail ``[r c-1 h ...]``."""
+        """Return the slots ``[m c ...]`` of a chunk, from a tail ``[r c-1 h ...]`` and one empty slot."""
         chunk = torch.cat([tail.detach(), tail.new_zeros(tail.shape[0], 1, *tail.shape[2:])], 1)
         return chunk.transpose(1, 2).flatten(0, 1).contiguous()
 
     def _inputs_and_errors(self, k: Tensor, v: Tensor) -> tuple[list[Tensor], list[Tensor]]:
-        """X and D of the incomplete chunk. Unused slots have coefficients of 0."""
+        """Return X and D of the incomplete chunk, one tensor ``[m c ...]`` per layer. Unused slots have no
+        effect on later tokens, because their coefficients are 0.
+        """
         co = coefficients(self.rule, self.gates, torch.zeros(len(k), dtype=torch.bool, device=k.device))
         rec = cf.record_keys(
             self.net,
@@ -109,18 +121,20 @@ class InPlaceMemory:
 
     @property
     def weights(self) -> Weights:
-        """The weights ``[r h ...]`` at the start of the incomplete chunk: views, which change in place."""
+        """The weights ``[r h ...]`` at the start of the incomplete chunk. They are views, which change when
+        the memory is updated.
+        """
         return tuple(self._split_heads(layer[:, 0]) for layer in self.layers)
 
     def copy_weights(self, weights: Weights, rows: Tensor) -> None:
-        """Copy the rows ``[r]`` (a mask) of `self.weights` to `weights`, in place."""
+        """Copy the rows of `self.weights` where the mask `rows` ``[r]`` is true to `weights`, in place."""
         if self.has_kernels:
             kernels.copy_weights(self, weights, rows)
         else:
             overwrite_rows(weights, self.weights, rows)
 
     def current_weights(self) -> Weights:
-        """The weights ``[r h ...]`` after all tokens so far, including the incomplete chunk."""
+        """Return the weights ``[r h ...]`` after all tokens so far, including those of the incomplete chunk."""
         slot = self._repeat_heads(self.position % self.chunk)
         co = coefficients(self.rule, self.gates, torch.zeros_like(slot, dtype=torch.bool))
         mix, own = self._gather_slot(slot, *cf.previous_token_factors(co._replace(anchor_scale=None)))
@@ -131,24 +145,25 @@ class InPlaceMemory:
         return tuple(weights)
 
     def _repeat_heads(self, x: Tensor) -> Tensor:
-        """``[r]`` to ``[m]``."""
+        """Repeat one value per row ``[r]`` for each head: ``[m]``."""
         return x.unsqueeze(-1).expand(self.rows, self.heads).flatten()
 
     def _split_heads(self, x: Tensor) -> Tensor:
-        """``[m ...]`` to ``[r h ...]``."""
+        """Reshape ``[m ...]`` to ``[r h ...]``."""
         return x.unflatten(0, (self.rows, self.heads))
 
     def _gather_slot(self, slot: Tensor, *tensors: Tensor) -> list[Tensor]:
-        """The entry ``[m 1 ...]`` of each tensor ``[m c ...]`` at the slot ``[m]``."""
+        """Return the entry ``[m 1 ...]`` of each tensor ``[m c ...]`` at the given slot ``[m]``."""
         index = torch.arange(len(slot), device=slot.device)
         return [x[index, slot].unsqueeze(1) for x in tensors]
 
     def _step_plain(
         self, q: Tensor, k: Tensor, v: Tensor, gates: Gates, active: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Write one token ``[r h e]``, with log gates ``[r h]``, to the active rows ``[r]``: its answers and surprise.
+        """Write one token ``[r h e]``, with log gates ``[r h]``, to the rows where `active` ``[r]`` is true.
+        Return its answers ``[r h e]`` and surprise ``[r h]``.
 
-        Results of inactive rows are meaningless.
+        The results for inactive rows are meaningless.
         """
         q, k, v = (x.flatten(0, 1).unsqueeze(1).to(self.v.dtype) for x in (q, k, v))
         on, slot = self._repeat_heads(active), self._repeat_heads(self.position % self.chunk)
@@ -180,7 +195,7 @@ class InPlaceMemory:
         ).answers.squeeze(1)
         surprise = rec.surprise(self.rule).squeeze(1)
         ends = tuple(torch.empty_like(layer) for layer in self.layers)
-        # No effect where the chunk is not complete.
+        # This does not change the state of a row whose chunk is not complete.
         cf.write_end_state(cf.Anchor(self.layers, full), self.inputs, self.errors, ends)
         for layer, end in zip(self.layers, ends, strict=True):
             layer.copy_(end)
@@ -192,7 +207,7 @@ class InPlaceMemory:
     def _step_fused(
         self, q: Tensor, k: Tensor, v: Tensor, gates: Gates, active: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """`_step_plain` as one kernel. Answers and surprise of inactive rows are 0."""
+        """Compute `_step_plain` with one kernel. The answers and surprise of inactive rows are 0."""
         return kernels.step(self, q, k, v, gates, active)
 
     @property

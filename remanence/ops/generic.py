@@ -1,6 +1,7 @@
-"""One chunk of a memory with any net, inner loss and rule, with gradients from torch.func.
+"""One chunk of a memory with any net, inner loss and rule. Gradients are computed by torch.func.
 
-Linear rules use the coefficients of their closed form (`chunk_step`), other rules their `update` (`rule_step`).
+Linear rules use the coefficients of their closed form (`chunk_step`); other rules call their `update`
+(`rule_step`).
 """
 
 from __future__ import annotations
@@ -19,7 +20,9 @@ from remanence.ops.state import Gates, RuleState, Weights
 def _chunk_step_of_head(
     net: Net, rule: LinearRule, co: Coefficients, q: Tensor, k: Tensor, v: Tensor, state: Weights
 ) -> tuple[Tensor, Tensor, Weights]:
-    """`chunk_step` of one head: keys ``[c e]``, queries ``[c' e]`` of the last c' tokens, layers ``[p ...]``."""
+    """Compute `chunk_step` for one head: keys ``[c e]``, queries ``[c' e]`` of the last c' tokens, and layers
+    ``[p ...]``.
+    """
 
     def loss(weights: Weights, k: Tensor, v: Tensor) -> Tensor:
         return rule.loss_function(net.apply(weights, k), v)
@@ -48,7 +51,7 @@ def _chunk_step_of_head(
 def chunk_step(
     net: Net, rule: LinearRule, co: Coefficients, q: Tensor, k: Tensor, v: Tensor, state: Weights
 ) -> tuple[Tensor, Tensor, Weights]:
-    """Answers, surprise and end state of one chunk ``[m c e]``, for all rows and heads m."""
+    """Return the answers, the surprise and the end state of one chunk ``[m c e]``, for all m rows and heads."""
 
     def head(co: tuple[Tensor, ...], *rest: Any) -> tuple[Tensor, Tensor, Weights]:
         return _chunk_step_of_head(net, rule, Coefficients._make([*co, *[None] * (5 - len(co))]), *rest)
@@ -59,10 +62,10 @@ def chunk_step(
 def rule_step(
     net: Net, rule: Rule, writes: bool, gates: Gates, q: Tensor, k: Tensor, v: Tensor, state: RuleState
 ) -> tuple[Tensor, Tensor, RuleState]:
-    """`chunk_step` with the rule's `update`, gates ``[m c]`` and a state ``[m ...]``.
+    """Compute `chunk_step` by calling the rule's `update`, with gates ``[m c]`` and a state ``[m ...]``.
 
-    With ``writes=False`` (the chunk is not complete), the returned end state is meaningless, and only what the queries
-    need is computed.
+    With ``writes=False`` (the chunk is not complete), the returned end state is meaningless, and computations
+    that only the end state needs may be skipped.
     """
     present = [(name, gate) for name, gate in zip(Gates._fields, gates, strict=True) if gate is not None]
 
@@ -75,7 +78,9 @@ def rule_step(
 
 
 def _checked_update(rule: Rule, state: RuleState, gradients: Weights, gates: Gates) -> RuleState:
-    """The result of the rule's `update`, if it has the shapes of the state; otherwise an error."""
+    """Return the result of the rule's `update`, or raise ValueError if its shapes differ from those of the
+    state.
+    """
     new = rule.update(state, gradients, gates)
     shapes = [[[list(x.shape) for x in part] for part in each] for each in (state, new)]
     if shapes[0] != shapes[1]:
@@ -89,7 +94,7 @@ def _checked_update(rule: Rule, state: RuleState, gradients: Weights, gates: Gat
 def _update_per_token(
     net: Net, rule: Rule, writes: bool, gates: Gates, q: Tensor, k: Tensor, v: Tensor, start: RuleState
 ) -> tuple[Tensor, Tensor, RuleState]:
-    """`rule_step` of one head, with an update for every token."""
+    """Compute `rule_step` for one head, with an update for every token."""
 
     def loss(weights: Weights, k: Tensor, v: Tensor) -> Tensor:
         return rule.loss_function(net.apply(weights, k), v)
@@ -115,7 +120,9 @@ def _update_per_token(
 def _update_per_chunk(
     net: Net, rule: Rule, writes: bool, gates: Gates, q: Tensor, k: Tensor, v: Tensor, start: RuleState
 ) -> tuple[Tensor, Tensor, RuleState]:
-    """`rule_step` of one head, with one update per chunk, or with ``read="token"`` one per query."""
+    """Compute `rule_step` for one head, with one update per chunk, or one update per query for
+    ``read="token"``.
+    """
 
     def loss(weights: Weights, k: Tensor, v: Tensor) -> Tensor:
         return rule.loss_function(net.apply(weights, k), v)

@@ -5,7 +5,8 @@
     S <- mean_i(eta_i) S - G                            momentum across chunks
     W <- W + S, then every row is scaled to the norm it had at the document's start
 
-All else (reference, streaming, packed documents, memory files, decoding, the layer) follows from `Rule` and `Net`.
+Everything else (reference backend, streaming, packed documents, memory files, decoding, the layer) works for any
+`Rule` and `Net` and needs no code here.
 """
 
 from __future__ import annotations
@@ -45,13 +46,13 @@ class SwiGLU:
 
 @dataclass(frozen=True, kw_only=True)
 class LargeChunk(Rule):
-    """One update per chunk, with momentum and weight rows of fixed norm, which bounds the weights.
+    """A rule with one update per chunk and with momentum. Weight rows keep their norm, which bounds the weights.
 
     read
         "chunk": all queries of a chunk are answered from the weights at its start (cheaper, and as in LaCT).
         "token": each query is answered from the weights after an update with the chunk's tokens so far.
     loss
-        As in `Rule`; LaCT uses "dot". LaCT's other optimizer, Muon, is not implemented.
+        The inner loss, as in `Rule`; LaCT uses "dot". LaCT's other optimizer, Muon, is not implemented.
 
     A row is ``W[i]``, the weights of one input. Rows that are zero at the start of a document are not normalised.
     """
@@ -63,7 +64,7 @@ class LargeChunk(Rule):
     granularity = "chunk"
 
     def init_state(self, weights: Weights) -> Weights:
-        """Zero momentum for each weight, then the norms of each weight's rows."""
+        """Return zero momentum for each weight, then the norms of the rows of each weight."""
         return (
             *[torch.zeros_like(weight) for weight in weights],
             *[_row_norms(weight) for weight in weights],
@@ -81,13 +82,15 @@ class LargeChunk(Rule):
 
 
 def _row_norms(weight: Tensor) -> Tensor:
-    """The norm of each row; where it is 0, its derivative is 0."""
+    """Return the norm of each row. The derivative of a norm of 0 is defined as 0."""
     square = weight.square().sum(-1, keepdim=True)
     return torch.where(square > 0, square.where(square > 0, 1.0).sqrt(), 0.0)
 
 
 def _scale_rows(weight: Tensor, norm: Tensor) -> Tensor:
-    """The weight with rows scaled to these norms; unchanged where either norm is 0."""
+    """Return the weight with its rows scaled to these norms. Rows whose current or wanted norm is 0 stay
+    unchanged.
+    """
     now = _row_norms(weight)
     fixed = (norm > 0) & (now > 0)
     return torch.where(fixed, weight * (norm / now.where(fixed, 1.0)), weight)

@@ -1,8 +1,9 @@
-"""The operations around a memory in its layer, as torch operators for torch.compile on a CPU: the functions of
-ops/triton/layer, with the results of `remanence.layers`.
+"""Torch operators for the computations around a memory in its layer, used under torch.compile on a CPU. They
+correspond to the functions of ops/triton/layer, and have the same results as `remanence.layers`.
 
-The compiler turns every group of elementwise operations into a C++ file, which takes seconds to build: twenty for a
-layer and its gradient, few with these operators. They can be differentiated once.
+Without them, the compiler turns every group of elementwise operations into a C++ file that takes seconds to
+build: twenty files for a layer and its gradient, but only a few with these operators. They can be
+differentiated once.
 """
 
 from __future__ import annotations
@@ -22,12 +23,14 @@ _aten = torch.ops.aten
 
 
 def is_supported(x: Tensor) -> bool:
-    """Whether to use these operators: under torch.compile, on the CPU, for an input that is not empty."""
+    """Whether to use these operators: only under torch.compile, on a CPU, and for an input that is not empty."""
     return x.device.type == "cpu" and x.numel() > 0 and torch.compiler.is_compiling()
 
 
 def short_conv(x: Tensor, past: Tensor, weight: Tensor, heads: int, unit: bool) -> Tensor:
-    """SiLU of the causal convolution of x ``[b t w]``, as heads ``[b t h e]``, at unit length if `unit`."""
+    """Return SiLU of the causal convolution of x ``[b t w]`` as heads ``[b t h e]``, normalised to unit
+    length if `unit`. `past` has the inputs before x.
+    """
     before = past[:, past.shape[1] - weight.shape[1] + 1 :]
     return short_conv_forward(x, before.to(x.dtype), weight, heads, unit)
 
@@ -35,7 +38,9 @@ def short_conv(x: Tensor, past: Tensor, weight: Tensor, heads: int, unit: bool) 
 def log_gates(
     x: Tensor, weight: Tensor, bias: Tensor, heads: int, flipped: Sequence[bool]
 ) -> tuple[Tensor, ...]:
-    """Log-sigmoid gates ``[b t h]`` of x ``[b t d]``, one per entry of `flipped`; if True, of the negated logits."""
+    """Return log-sigmoid gates ``[b t h]`` of x ``[b t d]``, one per entry of `flipped`. Where an entry is
+    True, the gate is the log-sigmoid of the negated logits.
+    """
     logs, *_ = log_gates_forward(
         x, weight, bias, heads, sum(1 << gate for gate, flip in enumerate(flipped) if flip)
     )
@@ -43,36 +48,42 @@ def log_gates(
 
 
 def gated_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """RMSNorm of x ``[b t h e]`` times SiLU of `gate` ``[b t h*e]``, in the shape of the gate."""
+    """Return RMSNorm of x ``[b t h e]`` times SiLU of `gate` ``[b t h*e]``, in the shape of the gate."""
     return gated_norm_forward(x, gate, weight, eps)
 
 
 def key_features(x: Tensor, up: Tensor, down: Tensor) -> Tensor:
-    """One feature layer of a deep memory, for keys x ``[b t h e]``."""
+    """Apply one feature layer of a deep memory to keys x ``[b t h e]``. The result has the same shape."""
     return key_features_forward(x, up, down)
 
 
 def roll_history(past: Tensor, new: Tensor) -> Tensor:
-    """`runtime.state.roll_history` as an operator: its branch on the length would be compiled for every length."""
+    """Run `runtime.state.roll_history` as an operator. Otherwise its branch on the length would be compiled
+    again for every length.
+    """
     return roll_history_forward(past, new)
 
 
 def _upcast(x: Tensor) -> Tensor:
-    """x in float32, or in float64 if it is float64."""
+    """Return x in float32, or unchanged if it is float64."""
     return x if x.dtype == torch.float64 else x.float()
 
 
 def _unit_norm(x: Tensor) -> tuple[Tensor, Tensor]:
-    """x normalised to unit length over its last axis, and the factor."""
+    """Return x normalised to unit length over its last axis, and the factor by which it was multiplied."""
     factor = torch.rsqrt(x.square().sum(-1, keepdim=True) + 1e-12)
     return x * factor, factor
 
 
 def _unit_norm_backward(grad: Tensor, y: Tensor, factor: Tensor) -> Tensor:
+    """Return the gradient of the input of `_unit_norm`, from the gradient of its output, the output y and the
+    factor.
+    """
     return torch.addcmul(grad, y, (grad * y).sum(-1, keepdim=True), value=-1).mul_(factor)
 
 
 def _short_conv(x: Tensor, past: Tensor, weight: Tensor, heads: int, unit: bool) -> Tensor:
+    """Compute the operator behind `short_conv`. Here `past` has exactly kernel - 1 tokens."""
     y = F.silu(_convolve(_conv_input(x, past), weight)).unflatten(-1, (heads, -1))
     return (_unit_norm(_upcast(y))[0].to(x.dtype) if unit else y).contiguous()
 
@@ -80,6 +91,7 @@ def _short_conv(x: Tensor, past: Tensor, weight: Tensor, heads: int, unit: bool)
 def _short_conv_backward(
     g_y: Tensor, x: Tensor, past: Tensor, weight: Tensor, heads: int, unit: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the gradients of x, past and weight."""
     image = _conv_input(x, past)
     z = _convolve(image, weight)
     if unit:
@@ -106,18 +118,23 @@ def _short_conv_backward(
 
 
 def _conv_input(x: Tensor, past: Tensor) -> Tensor:
-    """The input ``[b w 1 t]`` of a 2-D convolution, which is faster in torch than a 1-D one; see `ShortConv`."""
+    """Return the input ``[b w 1 t]`` of a 2-D convolution, which is faster in torch than a 1-D convolution
+    (see `ShortConv`).
+    """
     return torch.cat([past, x], 1).mT.unsqueeze(2)
 
 
 def _convolve(image: Tensor, weight: Tensor) -> Tensor:
+    """Return the depthwise convolution ``[b t w]`` of the result of `_conv_input`."""
     return F.conv2d(image, weight.to(image.dtype)[:, None, None], groups=weight.shape[0]).squeeze(2).mT
 
 
 def _log_gates(
     x: Tensor, weight: Tensor, bias: Tensor, heads: int, flipped: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Log gates ``[gates b t heads]``; and for backward, logits ``[b*t gates*heads]`` and input scales ``[b*t]``."""
+    """Return the log gates ``[gates b t heads]`` and, for backward, the logits ``[b*t gates*heads]`` and the
+    input scales ``[b*t]``. `flipped` has one bit per gate.
+    """
     tokens = _upcast(x).flatten(0, 1)
     scale = torch.rsqrt(tokens.square().mean(-1, keepdim=True) + 1e-6)
     logits = F.linear(tokens, weight.to(tokens.dtype)) * scale + bias.to(tokens.dtype)
@@ -135,6 +152,7 @@ def _log_gates_backward(
     heads: int,
     flipped: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the gradients of x, weight and bias."""
     tokens, scale, signs = _upcast(x).flatten(0, 1), scales.unsqueeze(-1), _signs(logits, heads, flipped)
     g_logits = g_logs.movedim(0, -2).reshape(logits.shape) * signs * torch.sigmoid(-signs * logits)
     pull = (
@@ -150,7 +168,9 @@ def _log_gates_backward(
 
 
 def _signs(logits: Tensor, heads: int, flipped: int) -> Tensor:
-    """-1 for the gates whose bit is set in `flipped`, otherwise 1."""
+    """Return -1 for the logits of gates whose bit is set in `flipped`, and 1 for the others:
+    ``[gates*heads]``.
+    """
     signs = [-1.0 if flipped >> gate & 1 else 1.0 for gate in range(logits.shape[-1] // heads)]
     return torch.tensor(signs, dtype=logits.dtype).repeat_interleave(heads)
 
@@ -162,6 +182,7 @@ def _gated_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
 def _gated_norm_backward(
     g_y: Tensor, x: Tensor, gate: Tensor, weight: Tensor, eps: float
 ) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the gradients of x, gate and weight."""
     wide, gain = _upcast(x), weight.to(_upcast(x).dtype)
     factor = torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
     normed = wide * factor
@@ -190,6 +211,7 @@ def _key_features(x: Tensor, up: Tensor, down: Tensor) -> Tensor:
 
 
 def _key_features_backward(g_y: Tensor, x: Tensor, up: Tensor, down: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the gradients of x, up and down."""
     rows, narrow_up, narrow_down = _heads_first(x), up.to(x.dtype), down.to(x.dtype)
     gate, value, active, u, factor = _gated_features(rows, up)
     y, scale = _unit_norm(_upcast(torch.baddbmm(rows, u, narrow_down)))
@@ -203,12 +225,14 @@ def _key_features_backward(g_y: Tensor, x: Tensor, up: Tensor, down: Tensor) -> 
 
 
 def _heads_first(x: Tensor) -> Tensor:
-    """``[b t h e]`` to ``[h b*t e]``."""
+    """Reshape ``[b t h e]`` to ``[h b*t e]``."""
     return x.flatten(0, 1).transpose(0, 1)
 
 
 def _gated_features(rows: Tensor, up: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Gate, value, SiLU of the gate, features ``[h n o]`` at unit length, and the factor that normalised them."""
+    """Return five tensors: the gate, the value, SiLU of the gate, the features ``[h n o]`` at unit length,
+    and the factor that normalised them.
+    """
     gate, value = (math.sqrt(rows.shape[-1]) * (rows @ up.to(rows.dtype))).chunk(2, -1)
     active = F.silu(gate)
     u, factor = _unit_norm(_upcast(active * value))
@@ -216,6 +240,7 @@ def _gated_features(rows: Tensor, up: Tensor) -> tuple[Tensor, Tensor, Tensor, T
 
 
 def _roll_history_backward(grad: Tensor, past: Tensor, new: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the gradients of past and new."""
     length, count = past.shape[1], new.shape[1]
     kept = min(count, length)
     g_past = F.pad(grad[:, : length - kept], (0, 0, kept, 0))
@@ -223,6 +248,9 @@ def _roll_history_backward(grad: Tensor, past: Tensor, new: Tensor) -> tuple[Ten
 
 
 def _fake_short_conv(x: Tensor, past: Tensor, weight: Tensor, heads: int, unit: bool) -> Tensor:
+    """Return an empty tensor like the result of `_short_conv`, for tracing. The other `_fake_` functions do
+    the same.
+    """
     return x.new_empty(*x.shape[:2], heads, x.shape[2] // heads)
 
 
@@ -249,7 +277,9 @@ def _fake_key_features(x: Tensor, up: Tensor, down: Tensor) -> Tensor:
 def _register(
     name: str, forward: Any, backward: Any, shape: Any, inputs: str, constants: str = "", extra: int = 0
 ) -> Any:
-    """`library.register_differentiable`, with fake gradients in the shapes of the inputs."""
+    """Call `library.register_differentiable` with fake gradients that have the shapes of the inputs. `shape`
+    is the fake forward function.
+    """
     count = inputs.count("Tensor")
 
     def like_inputs(g_y: Tensor, *inputs: Any) -> tuple[Tensor, ...]:

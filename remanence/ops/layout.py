@@ -22,10 +22,11 @@ from remanence.runtime.positions import advance_position, positions_of
 
 
 class Layout:
-    """The layout of one call, for backends on the host. `offsets` are the offsets of packed documents; None: each batch
-    row is one document.
+    """The layout of one call, for backends that read positions on the host. `offsets` are the offsets of
+    packed documents, or None if each batch row is one document.
 
-    With `replay`, queries keep slots for the tail, for a backend that recomputes every token of a row.
+    With `replay`, rows of queries always keep slots for the tail, for a backend that recomputes every token
+    of a row.
     """
 
     def __init__(
@@ -55,7 +56,9 @@ class Layout:
         self.device = state.position.device
 
     def rows_with_tail(self, tail: Tensor, x: Tensor) -> Tensor:
-        """Rows ``[r length ...]``: the state's tail ``[r c-1 ...]``, then the call's tokens ``[b t ...]``."""
+        """Return rows ``[r length ...]`` with the state's tail ``[r c-1 ...]``, followed by the call's tokens
+        ``[b t ...]``.
+        """
         if self.is_uniform:
             x = torch.cat([tail[:, : self.tails[0]], x], 1) if self.tails[0] else x
             return _pad_right(x, self.length)
@@ -67,23 +70,30 @@ class Layout:
         return gather_or_zero(torch.cat([tail.flatten(0, 1), x.flatten(0, 1)]), index)
 
     def rows_with_tail_backward(self, grad: Tensor) -> tuple[Tensor, Tensor]:
-        """The gradients of the tail and of the call's tokens, from that of `rows_with_tail` ``[r length ...]``."""
+        """Return the gradients of the tail and of the call's tokens, from the gradient of the result of
+        `rows_with_tail` ``[r length ...]``.
+        """
         tail = grad.new_zeros(len(self.tails), self.chunk - 1, *grad.shape[2:])
         for row, kept in enumerate(self.tails):
             tail[row, :kept] = grad[row, :kept]
         return tail, self._to_batch(grad, 0)
 
     def query_rows(self, q: Tensor) -> Tensor:
-        """`rows_with_tail` for queries; without slots for the tail if all tokens are in one chunk."""
+        """Apply `rows_with_tail` to queries, with zeros as the tail. Return q unchanged if all tokens are in
+        one chunk and no slots for the tail are needed.
+        """
         if self.query_offset:
             return q
         return self.rows_with_tail(q.new_zeros(len(self.tails), self.chunk - 1, *q.shape[2:]), q)
 
     def to_batch(self, y: Tensor) -> Tensor:
-        """The call's ``[b t ...]`` from rows arranged by `query_rows`. Each is the backward of the other."""
+        """Return the call's tokens ``[b t ...]`` from rows in the layout of `query_rows`. Each of the two
+        functions is the backward of the other.
+        """
         return self._to_batch(y, self.query_offset)
 
     def _to_batch(self, y: Tensor, offset: int) -> Tensor:
+        """Compute `to_batch` for rows that lack the first `offset` slots."""
         if self.is_uniform:
             start = self.tails[0] - offset
             return y if y.shape[1] == self.tokens else y[:, start : start + self.tokens]
@@ -93,12 +103,14 @@ class Layout:
         return gather_or_zero(y.flatten(0, 1), index.view(self.batch, self.tokens))
 
     def next_tail(self, x: Tensor) -> Tensor:
-        """The next state's tail ``[r c-1 ...]``: the incomplete chunk at the end of each row ``[r length ...]``."""
+        """Return the tail of the next state ``[r c-1 ...]``: the incomplete chunk at the end of each row ``[r
+        length ...]``.
+        """
         if self.is_uniform:
             complete = self.totals[0] // self.chunk * self.chunk
             left = x[:, complete : self.totals[0]]
-            # Not a view, which would keep all rows of the call in memory, and whose strides could change the rounding
-            # of later calls.
+            # This is a copy: a view would keep all rows of the call in memory, and its strides could change the
+            # rounding of later calls.
             is_full = left.shape[1] == self.chunk - 1
             return (
                 left.clone(memory_format=torch.contiguous_format)
@@ -112,26 +124,28 @@ class Layout:
         return gather_or_zero(x.flatten(0, 1), index)
 
     def next_tail_backward(self, grad: Tensor, into: Tensor) -> None:
-        """Add the gradient of `next_tail` ``[r c-1 ...]`` to that of its rows, in place."""
+        """Add the gradient of the result of `next_tail` ``[r c-1 ...]`` to the gradient of its rows, `into`,
+        in place.
+        """
         for row, total in enumerate(self.totals):
             first = total // self.chunk * self.chunk
             into[row, first:total] += grad[row, : total - first]
 
     def complete_chunks(self) -> Tensor:
-        """A mask ``[n r]`` of the chunks that are complete and change the state."""
+        """Return a mask ``[n r]``, true for chunks that are complete and therefore change the state."""
         totals = torch.tensor(self.totals, device=self.device)
         ends = torch.arange(1, self.chunks + 1, device=self.device) * self.chunk
         return ends.unsqueeze(-1) <= totals
 
     def _any_per_document(self, tokens: Tensor) -> Tensor:
-        """Whether a mask ``[b t]`` is true for any token of each document, ``[r]``."""
+        """Return whether a mask ``[b t]`` is true for any token of each document: ``[r]``."""
         if self.is_batch:
             return tokens.any(1)
         return torch.stack([part.any() for part in tokens[0].split(self.counts)])
 
     @property
     def completes_chunk(self) -> bool:
-        """Whether the call completes any chunk, and so changes the layers of a state."""
+        """Whether the call completes at least one chunk, and therefore changes the layers of the state."""
         return any(total >= self.chunk for total in self.totals)
 
     def next_state(
@@ -144,8 +158,9 @@ class Layout:
         outputs: tuple[Tensor, Tensor],
         buffers: Weights = (),
     ) -> MemoryState:
-        """The state after the call, from its rows ``[r length ...]``. `diverged` is set where the new layers or
-        buffers, or an output ``[b t ...]`` for a token of the document, exceed `state.py: DIVERGENCE_LIMIT`. Padding is
+        """Return the state after the call, from its keys, values and gates as rows ``[r length ...]``.
+        `outputs` are the answers and the surprise ``[b t ...]``. `diverged` is set where the new layers or
+        buffers, or an output for a token of the document, exceed `state.py: DIVERGENCE_LIMIT`. Padding is
         ignored, because its length depends on the other documents of the call.
         """
         bad = state.diverged
@@ -162,10 +177,11 @@ class Layout:
 
 
 class DeviceLayout:
-    """`Layout` without synchronisation: positions stay on the device, and shapes allow for any position in a chunk. A
-    row may end with a chunk without tokens.
+    """A `Layout` that does not synchronise with the device. Positions stay on the device, and shapes are
+    large enough for any position in a chunk, so a row may end with a chunk without tokens.
 
-    `aligned`: the caller guarantees that every row is at a chunk border, so that nothing has to be rearranged.
+    With `aligned`, the caller guarantees that every row is at a chunk border, so that nothing has to be
+    rearranged.
     """
 
     def __init__(
@@ -197,7 +213,9 @@ class DeviceLayout:
         self.source_index, self.slot_index = self._source_index(), self._slot_index()
 
     def rows_with_tail(self, tail: Tensor, x: Tensor) -> Tensor:
-        """Rows ``[r length ...]``: the state's tail ``[r c-1 ...]``, then the call's tokens ``[b t ...]``."""
+        """Return rows ``[r length ...]`` with the state's tail ``[r c-1 ...]``, followed by the call's tokens
+        ``[b t ...]``.
+        """
         if self.is_uniform:
             return x
         both = torch.cat([x.flatten(0, 1), tail.to(x.dtype).flatten(0, 1)])
@@ -206,10 +224,11 @@ class DeviceLayout:
         )
 
     def query_rows(self, q: Tensor) -> Tensor:
+        """Apply `rows_with_tail` to queries, with zeros as the tail."""
         return self.rows_with_tail(q.new_zeros(self.count, self.chunk - 1, *q.shape[2:]), q)
 
     def to_batch(self, y: Tensor) -> Tensor:
-        """The call's ``[b t ...]`` from rows ``[r length ...]``."""
+        """Return the call's tokens ``[b t ...]`` from rows ``[r length ...]``."""
         if self.is_uniform:
             return y
         tokens = self.batch * self.tokens
@@ -219,7 +238,9 @@ class DeviceLayout:
         )
 
     def _source_index(self) -> Tensor:
-        """``[r length]``: for each slot of a row, the index of its token (tail slots follow all tokens); -1: none."""
+        """Return an index ``[r length]`` with the token of each slot of the rows, or -1 for an empty slot.
+        Tail slots are numbered after all tokens of the call.
+        """
         place = torch.arange(self.length, device=self.device)
         tails, totals, row = (
             x.unsqueeze(-1) for x in (self.tails, self.totals, torch.arange(self.count, device=self.device))
@@ -228,7 +249,9 @@ class DeviceLayout:
         return torch.where(place < tails, self.batch * self.tokens + row * (self.chunk - 1) + place, new)
 
     def _slot_index(self) -> Tensor:
-        """The inverse: for each token and each tail slot, its index in the rows ``[r length]``; -1: none."""
+        """Return the inverse of `_source_index`: the slot in the flattened rows ``[r length]`` of each token
+        and then of each tail slot, or -1 if it is not used.
+        """
         token = torch.arange(self.batch * self.tokens, device=self.device)
         row = torch.searchsorted(self.starts + self.counts, token, right=True)
         tokens = row * self.length + self.tails[row] + token - self.starts[row]
@@ -237,7 +260,9 @@ class DeviceLayout:
         return torch.cat([tokens, torch.where(slot < self.tails.unsqueeze(-1), first + slot, -1).flatten()])
 
     def next_tail(self, x: Tensor) -> Tensor:
-        """The next state's tail ``[r c-1 ...]``: the incomplete chunk at the end of each row ``[r length ...]``."""
+        """Return the tail of the next state ``[r c-1 ...]``: the incomplete chunk at the end of each row ``[r
+        length ...]``.
+        """
         if self.is_uniform:
             return _pad_right(x[:, self.tokens // self.chunk * self.chunk :], self.chunk - 1)
         place = (self.totals // self.chunk * self.chunk).unsqueeze(-1) + torch.arange(
@@ -250,7 +275,9 @@ class DeviceLayout:
 
 
 class _GatherInjective(torch.autograd.Function):
-    """`gather_or_zero` for an index without repetitions: its backward is a gather with the inverse index."""
+    """Compute `gather_or_zero` for an index without repetitions, so that its backward is a gather with the
+    inverse index.
+    """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, index: Tensor, inverse: Tensor) -> Tensor:
@@ -263,7 +290,9 @@ class _GatherInjective(torch.autograd.Function):
 
 
 def _device_tensor(numbers: tuple[int, ...], device: torch.device) -> Tensor:
-    """Integers as a tensor on a device, cached: all layers share it, and each copy from the host synchronises."""
+    """Return integers as a tensor on a device. The tensor is cached and shared by all layers, because each
+    copy from the host synchronises.
+    """
     if (
         torch.compiler.is_compiling()
         or torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None
@@ -278,7 +307,9 @@ def _cached_device_tensor(numbers: tuple[int, ...], device: torch.device) -> Ten
 
 
 def to_rows(x: Tensor, offsets: list[int] | None) -> tuple[Tensor, Tensor | None]:
-    """A padded row per document ``[r longest ...]`` from ``[b t ...]`` or packed ``[1 t ...]``, and an index back."""
+    """Return one padded row per document ``[r longest ...]`` from ``[b t ...]`` or packed ``[1 t ...]``, and
+    the index with which `from_rows` undoes this (None if `offsets` is None and nothing was changed).
+    """
     if offsets is None:
         return x, None
     counts = [b - a for a, b in pairwise(offsets)]
@@ -292,31 +323,36 @@ def to_rows(x: Tensor, offsets: list[int] | None) -> tuple[Tensor, Tensor | None
 
 
 def from_rows(rows: Tensor, back: Tensor | None) -> Tensor:
-    """The inverse of `to_rows`."""
+    """Undo `to_rows`, given the index that it returned."""
     return rows if back is None else rows.flatten(0, 1).index_select(0, back).unsqueeze(0)
 
 
 def pad_to_mask(packed: Tensor, mask: Tensor) -> Tensor:
-    """Packed tokens ``[1 tokens ...]`` at the positions ``[b t]`` where the mask is true, zeros elsewhere."""
+    """Place packed tokens ``[1 tokens ...]`` where the mask ``[b t]`` is true. Return ``[b t ...]`` with
+    zeros elsewhere.
+    """
     index = mask.flatten().cumsum(0).mul(mask.flatten()).view_as(mask)
     zero = packed.new_zeros(1, *packed.shape[2:])
     return torch.cat([zero, packed[0]]).index_select(0, index.flatten()).view(*mask.shape, *packed.shape[2:])
 
 
 def _pad_right(x: Tensor, length: int) -> Tensor:
+    """Append zeros to the second axis of x, up to the given length."""
     missing = length - x.shape[1]
     return F.pad(x, [0, 0] * (x.dim() - 2) + [0, missing]) if missing else x
 
 
 def gather_or_zero(rows: Tensor, index: Tensor) -> Tensor:
-    """``rows[index]``, with zeros where the index is -1."""
+    """Return ``rows[index]``, with zeros where the index is -1."""
     zero = rows.new_zeros(1, *rows.shape[1:])
     picked = torch.cat([rows, zero]).index_select(0, index.flatten().to(rows.device) % (rows.shape[0] + 1))
     return picked if index.dim() == 1 else picked.view(*index.shape, *rows.shape[1:])
 
 
 def gates_with_tail(layout: Layout | DeviceLayout, state: MemoryState, gates: Gates) -> Gates:
-    """`rows_with_tail` of each gate."""
+    """Apply `rows_with_tail` to each gate and its tail in the state. Gates that the rule does not use stay
+    None.
+    """
     pairs = zip(state.gates, gates, strict=True)
     return Gates._make(
         [

@@ -1,4 +1,6 @@
-"""Registration of functions as torch operators, which torch.compile does not trace. Differentiable once."""
+"""Registration of functions as torch operators, which torch.compile does not trace into. They can be
+differentiated once.
+"""
 
 from __future__ import annotations
 
@@ -10,9 +12,10 @@ import torch
 from torch import Tensor
 
 GATES = "Tensor log_step, Tensor? log_momentum, Tensor? log_keep"
-"""The gates in an operator's schema."""
+"""The arguments for the gates in the schema of an operator."""
 
 _library = torch.library.Library("remanence", "DEF")
+"""The torch.library namespace ``remanence`` of all operators of this package."""
 
 
 def register_operator(
@@ -24,11 +27,12 @@ def register_operator(
     fake: Callable[..., Any] | None = None,
     tags: tuple[torch.Tag, ...] = (),
 ) -> Any:
-    """Register a function as ``torch.ops.remanence.<name>`` and return it.
+    """Register a function as ``torch.ops.remanence.<name>`` and return the operator.
 
-    `backward` computes its gradient from what `setup_context` saved. `fake` returns empty results of the right shapes,
-    if the function itself should not run on fake tensors. torch.library.custom_op is not used, because its checks took
-    half of the host's time for a layer (0.4 ms a call); the tests make the same checks with torch.library.opcheck.
+    `backward` computes its gradient from the values that `setup_context` saved. `fake` returns empty results
+    of the right shapes; without it, the function itself runs on fake tensors. torch.library.custom_op is not
+    used, because its checks took half of the host's time for a layer (0.4 ms per call). The tests make the
+    same checks with torch.library.opcheck.
     """
     _library.define(f"{name}{schema}", tags=tags)
     _library.impl(name, function, "CompositeExplicitAutograd")
@@ -41,25 +45,27 @@ def register_operator(
 
 
 def raise_on_double_backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
-    """The backward of an operator that is itself a backward: an error."""
+    """Raise an error. This is the backward function of operators that are themselves a backward pass."""
     raise RuntimeError(DOUBLE_BACKWARD_ERROR)
 
 
 DOUBLE_BACKWARD_ERROR = (
     "a memory is differentiable once; for second derivatives use remanence.memorize(..., backend='reference')"
 )
+"""The message of the error that is raised when a gradient is differentiated again."""
 
 
 def once_differentiable(backward: Callable[..., Any]) -> Callable[..., Any]:
-    """torch's `once_differentiable` for the backward of an autograd.Function, with an error that says what to use
-    instead. The error is also raised if the incoming gradients do not require a gradient.
+    """Wrap the backward of an autograd.Function like torch's `once_differentiable`, but with an error message
+    that says what to use instead. The error is also raised if the incoming gradients do not require a
+    gradient.
     """
 
     @wraps(backward)
     def once(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
         with torch.no_grad():
             found = backward(ctx, *grads)
-        if not torch.is_grad_enabled():  # that is, create_graph=False
+        if not torch.is_grad_enabled():  # backward was called with create_graph=False
             return found
         present = [grad.detach().requires_grad_() for grad in found if isinstance(grad, Tensor)]
         refused = iter(
@@ -73,13 +79,15 @@ def once_differentiable(backward: Callable[..., Any]) -> Callable[..., Any]:
 def fill_missing_grads(
     grads: tuple[Tensor | None, ...], like: list[tuple[torch.Size, torch.dtype]], device: torch.device
 ) -> list[Tensor]:
-    """The gradients of results with these shapes and dtypes, with zeros in place of None."""
+    """Return the gradients as contiguous tensors, with zeros in place of None. `like` has the shape and dtype
+    of each.
+    """
     pairs = zip(grads, like, strict=False)
     return [torch.zeros(x[0], dtype=x[1], device=device) if g is None else g.contiguous() for g, x in pairs]
 
 
 def results_schema(count: int) -> str:
-    """The result type of an operator schema for `count` tensors."""
+    """Return the result type of an operator schema for `count` tensors."""
     return "(" + ", ".join(["Tensor"] * count) + ")"
 
 
@@ -94,11 +102,12 @@ def register_differentiable(
     fake: Callable[..., Any] | None = None,
     fake_backward: Callable[..., Any] | None = None,
 ) -> Any:
-    """Register an operator with its gradient. Its arguments are tensors, `inputs`, then `constants` (as in a schema).
+    """Register an operator and its gradient. Its arguments are the tensors `inputs`, then `constants`; both
+    are strings in the syntax of operator schemas.
 
-    The first result is differentiable; the `extra` results after it are only saved for backward. `backward` is called
-    with the gradient of the first result, the inputs, the extra results and the constants, and returns one gradient per
-    input.
+    The first result is differentiable. The `extra` results after it are only saved for backward. `backward`
+    is called with the gradient of the first result, the inputs, the extra results and the constants; it
+    returns one gradient per input.
     """
     count = inputs.count("Tensor")
     constants = constants and f", {constants}"

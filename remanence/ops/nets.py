@@ -32,11 +32,11 @@ class Net(Protocol):
     """
 
     def init(self, heads: int, width: int, generator: torch.Generator | None = None) -> Weights:
-        """Initial float32 weights, a tuple of tensors ``[heads, ...]``."""
+        """Return the initial float32 weights, a tuple of tensors ``[heads, ...]``."""
         ...
 
     def apply(self, weights: Weights, x: Tensor) -> Tensor:
-        """The answers ``[... e]`` of one head (its weights without the heads axis) to x ``[... e]``."""
+        """Return the answers ``[... e]`` of one head to x ``[... e]``. The weights have no heads axis."""
         ...
 
 
@@ -50,11 +50,17 @@ class MLP:
     """
 
     depth: int = 2
+    """The number of layers, 1 to 4."""
     expansion: float = 4.0
+    """The width of the hidden layers as a multiple of the head width."""
     activation: Literal["gelu", "silu"] = "gelu"
+    """The activation function between layers."""
     residual: bool = True
+    """Whether the input x is added to the output."""
     norm: bool = True
+    """Whether the output of the last layer is normalised by LayerNorm."""
     bias: bool = False
+    """Whether each layer has a bias."""
 
     def __post_init__(self) -> None:
         if not 1 <= self.depth <= 4:
@@ -75,7 +81,9 @@ class MLP:
         return self.linear and not self.residual
 
     def widths(self, width: int, values: int | None = None) -> list[int]:
-        """The width of the input and of each layer's output; `values` defaults to `width`."""
+        """Return the width of the input, then the width of each layer's output. `values` is the width of the
+        last output and defaults to `width`.
+        """
         return [
             width,
             *[max(1, round(self.expansion * width))] * (self.depth - 1),
@@ -83,15 +91,16 @@ class MLP:
         ]
 
     def shapes(self, width: int, values: int | None = None) -> list[tuple[int, int]]:
-        """The shape of each layer's weight, for one head."""
+        """Return the shape of each layer's weight, for one head."""
         return [(a + self.bias, b) for a, b in pairwise(self.widths(width, values))]
 
     def init(
         self, heads: int, width: int, generator: torch.Generator | None = None, *, values: int | None = None
     ) -> Weights:
-        """Normally distributed weights that preserve the scale of activations: variance 1 / inputs, and 4 / inputs
-        after an activation, which halves small inputs. If activations shrank from layer to layer, the final LayerNorm
-        would multiply gradients by up to 1 / sqrt(eps).
+        """Return normally distributed weights that preserve the scale of activations. Their variance is 1 /
+        inputs in the first layer and 4 / inputs after an activation, because activations halve small inputs.
+        If the scale shrank from layer to layer, the final LayerNorm would multiply gradients by up to 1 /
+        sqrt(eps).
         """
         weights = []
         for layer, (rows, columns) in enumerate(self.shapes(width, values)):
@@ -117,20 +126,22 @@ class MLP:
 
 @dataclass(frozen=True, kw_only=True)
 class Deep:
-    """A deep memory with stable dynamics, ``phi(x) (A + W)``: only W is written at test time.
+    """A deep memory with stable dynamics, ``phi(x) (A + W)``. Only W is written at test time.
 
-    phi are the first layers, learned in training: each adds SwiGLU features to the unit key and normalises the sum to
-    length 1. W, the last layer, starts at zero and decays towards zero. A is a learned matrix that is never written or
-    forgotten and does not enter the surprise. With the rule ``gated_delta`` an update is
-    ``gamma (I - beta phi' phi) W + beta phi' v``: for any text and any gates, neither a difference between two states
-    nor a gradient can grow.
+    phi stands for the first layers, which are learned in training. Each of them adds SwiGLU features to the
+    unit key and normalises the sum to length 1. W, the last layer, starts at zero and decays towards zero. A
+    is a learned matrix that is never written or forgotten and has no influence on the surprise. With the rule
+    ``gated_delta`` an update is ``gamma (I - beta phi' phi) W + beta phi' v``. Therefore, for any text and
+    any gates, neither a difference between two states nor a gradient can grow.
 
-    `NeuralMemory` computes phi; the operator gets phi(k) as keys and the net `fast`. With depth 1, phi(x) = x and the
-    memory is a matrix.
+    `NeuralMemory` computes phi. The operator receives phi(k) as keys and `fast` as the net. With depth 1,
+    phi(x) = x and the memory is a matrix.
     """
 
     depth: int = 2
+    """The number of layers including W, 1 to 4."""
     expansion: float = 1.0
+    """The number of gated features as a multiple of the head width."""
 
     def __post_init__(self) -> None:
         if not 1 <= self.depth <= 4:
@@ -140,27 +151,32 @@ class Deep:
 
     @property
     def fast(self) -> MLP:
-        """The net of the fast weights W, which are written at test time: a matrix."""
+        """The net of the fast weights W, which are written at test time. It is a single matrix."""
         return MLP(depth=1, norm=False, residual=False)
 
     def hidden(self, width: int) -> int:
-        """The number of gated features in each of the first layers."""
+        """Return the number of gated features in each of the first layers, for heads of this width."""
         return max(1, round(self.expansion * width))
 
 
 def overflow_scale(x: Tensor) -> Tensor:
-    """Factors that limit rows to 1e12: LayerNorm ignores a row's scale, but float32 squares overflow at 1e19."""
+    """Return a factor for each row that limits its absolute values to 1e12. LayerNorm does not depend on a
+    row's scale, but the square of a float32 overflows at 1e19.
+    """
     return (1e12 / x.detach().abs().amax(-1, keepdim=True)).clamp(max=1.0)
 
 
 def layer_norm(x: Tensor) -> Tensor:
-    """LayerNorm without gain, written out: the third derivative of torch's is wrong, and double backward needs it."""
+    """Compute LayerNorm without gain from elementary operations. Double backward needs its third derivative,
+    which is wrong in torch's own LayerNorm.
+    """
     x = x * overflow_scale(x)
     centred = x - x.mean(-1, keepdim=True)
     return centred * torch.rsqrt(centred.square().mean(-1, keepdim=True) + LAYER_NORM_EPS)
 
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"gelu": F.gelu, "silu": F.silu}
+"""The activation functions of `MLP`, by name."""
 
 NETS: dict[str, Any] = {
     "deep": Deep(),
@@ -168,3 +184,4 @@ NETS: dict[str, Any] = {
     "residual": MLP(norm=False),
     "linear": MLP(depth=1, norm=False, residual=False),
 }
+"""The memory nets that a configuration can name."""

@@ -1,8 +1,9 @@
-"""The chunked backend as one torch operator, which torch.compile does not trace.
+"""The chunked backend as one torch operator, which torch.compile does not trace into.
 
-Tracing would unroll the loop over chunks and specialise on each row's position in its chunk: a first call took a
-minute, and so did the next one from another position. The shapes of an operator's results must follow from the shapes
-of its arguments, so the tensors of saved states are large enough for a scan from any position.
+Tracing would unroll the loop over chunks and specialise the code on the position of each row in its chunk:
+the first call took a minute, and another minute for every new position. The shapes of an operator's results
+must follow from the shapes of its arguments, so the tensors for saved states are large enough for a scan from
+any position.
 """
 
 from __future__ import annotations
@@ -23,18 +24,23 @@ from remanence.ops.state import Gates, MemoryState
 from remanence.runtime.state import needs_grad
 
 BLOCK_CHUNKS = 16
-"""Chunks from one saved state to the next. A constant, because the compiler does not know the number of chunks."""
+"""The number of chunks from one saved state to the next. It is a constant, because the number of chunks is
+not known at compile time.
+"""
 
 _KIND = (
     "int depth, float expansion, str activation, bool residual, bool norm, bool bias, "
     "bool momentum, bool forget, bool decay_first, str anchor, str loss"
 )
+"""The part of the operators' schema that describes the net and the rule."""
 _TENSORS = (
     f"Tensor q, Tensor k, Tensor v, {GATES}, Tensor tail_k, Tensor tail_v, "
     "Tensor tail_step, Tensor? tail_momentum, Tensor? tail_keep, Tensor[] layers"
 )
+"""The part of the schema with the differentiable tensors."""
 _CALL = f"{_TENSORS}, Tensor position, Tensor diverged, int[]? offsets, int chunk, {_KIND}"
-# Index of the layers, of the first argument that is no tensor, and the number of arguments.
+"""The arguments that both operators have in common."""
+# The index of the layers, the index of the first argument that is not a tensor, and the number of arguments.
 _LAYERS, _PLAIN, _ARGUMENTS = (
     11,
     14,
@@ -57,7 +63,7 @@ class _Call(NamedTuple):
 
     @classmethod
     def from_arguments(cls, *arguments: Any) -> _Call:
-        """The inverse of `arguments`."""
+        """Build a call from the flat list of arguments: the inverse of `arguments`."""
         q, k, v, *rest = arguments
         gates, (tail_k, tail_v), tails = Gates(*rest[:3]), rest[3:5], Gates(*rest[5:8])
         (
@@ -95,13 +101,15 @@ class _Call(NamedTuple):
 
     @property
     def num_saved_states(self) -> int:
-        """The largest number of saved states, from any position: one per block except the first."""
+        """The largest number of saved states for any position in a chunk: one for each block of chunks except
+        the first.
+        """
         longest = self.q.shape[1] if self.offsets is None else max(b - a for a, b in pairwise(self.offsets))
         return (longest + self.chunk - 2) // (self.chunk * BLOCK_CHUNKS)
 
     @property
     def differentiable_tensors(self) -> list[Tensor]:
-        """The tensors that get a gradient, without the state's layers."""
+        """The tensors that get a gradient, except the layers of the state."""
         return [
             x
             for x in (self.q, self.k, self.v, *self.gates, *self.state[1:3], *self.state.gates)
@@ -109,6 +117,9 @@ class _Call(NamedTuple):
         ]
 
     def arrange(self) -> tuple[Layout, ChunkScan, ChunkBlock, tuple[Tensor, Tensor, Gates]]:
+        """Return the layout, the scan, the inputs as chunks, and the keys, values and gates as rows with the
+        state's tail.
+        """
         layout = Layout(self.q.shape[0], self.q.shape[1], self.state, self.chunk, self.offsets)
         block, k, v, gates = arrange_chunks(layout, self.q, self.k, self.v, self.gates, self.state)
         return (
@@ -130,7 +141,9 @@ def memorize(
     chunk: int,
     offsets: list[int] | None,
 ) -> tuple[Tensor, MemoryState, Tensor]:
-    """`remanence.ops.memorize` as one operator; the arguments are checked."""
+    """Run `remanence.ops.memorize` as one operator. The arguments must have been checked. Returns the
+    answers, the new state and the surprise.
+    """
     call = _Call(q, k, v, gates, state, offsets, chunk, net, rule)
     train = needs_grad([*call.differentiable_tensors, *state.layers])
     y, surprise, *rest = chunked_forward(*call.arguments, train)
@@ -142,7 +155,9 @@ def memorize(
 
 
 def _forward(*arguments: Any) -> list[Tensor]:
-    """Answers, surprise and the new state; then the states saved for backward, one ``[saved m ...]`` per layer."""
+    """Return the answers, the surprise and the tensors of the new state, then the states saved for backward,
+    one tensor ``[saved m ...]`` per layer (none unless the last argument, `train`, is true).
+    """
     call, train = _Call.from_arguments(*arguments[:-1]), arguments[-1]
     state, heads = call.state, call.q.shape[2]
     layout, scan, block, rows = call.arrange()
@@ -169,6 +184,7 @@ def _forward(*arguments: Any) -> list[Tensor]:
 
 
 def _fake_forward(*arguments: Any) -> list[Tensor]:
+    """Return empty tensors in the shapes of the results of `_forward`."""
     call, train = _Call.from_arguments(*arguments[:-1]), arguments[-1]
     state = call.state
     y, surprise = call.v.new_empty(call.v.shape), state.k.new_empty(call.q.shape[:3])
@@ -181,7 +197,7 @@ def _fake_forward(*arguments: Any) -> list[Tensor]:
 
 
 def _backward(*arguments: Any) -> list[Tensor]:
-    """The gradients of `_Call.differentiable_tensors`, then of the state's layers."""
+    """Return the gradients of `_Call.differentiable_tensors`, then those of the layers of the state."""
     call, (saved, grads) = _Call.from_arguments(*arguments[:_ARGUMENTS]), arguments[_ARGUMENTS:]
     state, heads = call.state, call.q.shape[2]
     layout, scan, block, _ = call.arrange()
@@ -222,13 +238,15 @@ def _backward(*arguments: Any) -> list[Tensor]:
 
 
 def _fake_backward(*arguments: Any) -> list[Tensor]:
+    """Return empty tensors in the shapes of the results of `_backward`."""
     call = _Call.from_arguments(*arguments[:_ARGUMENTS])
     return [x.new_empty(x.shape) for x in (*call.differentiable_tensors, *call.state.layers)]
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
+    """Save the tensors that the backward pass needs, and mark the outputs that have no gradient."""
     layers = inputs[_LAYERS]
-    # Answers, surprise and the state, without position and diverged.
+    # The number of differentiable outputs: answers, surprise, and the state without position and diverged.
     found = 2 + len(_Call.from_arguments(*inputs[:-1]).state.tensors()) - 2
     ctx.set_materialize_grads(False)
     ctx.mark_non_differentiable(*output[found:])
@@ -238,6 +256,7 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> N
 
 
 def _autograd_backward(ctx: Any, grads: list[Tensor | None]) -> tuple[Any, ...]:
+    """Return one gradient per argument of the operator; None for arguments without a gradient."""
     saved = ctx.saved_tensors
     inputs, (position, diverged), rest = saved[:_LAYERS], saved[_LAYERS : _PLAIN - 1], saved[_PLAIN - 1 :]
     layers, kept = list(rest[: ctx.depth]), list(rest[ctx.depth :])
@@ -246,7 +265,9 @@ def _autograd_backward(ctx: Any, grads: list[Tensor | None]) -> tuple[Any, ...]:
     return *g_inputs, list(found), *[None] * (_ARGUMENTS - _LAYERS)
 
 
-_CUDAGRAPH_UNSAFE = (torch.Tag.cudagraph_unsafe,)  # the host reads positions
+_CUDAGRAPH_UNSAFE = (
+    torch.Tag.cudagraph_unsafe,
+)  # the host reads the positions, which a CUDA graph does not allow
 chunked_forward = register_operator(
     "chunked_forward",
     _forward,

@@ -33,6 +33,7 @@ BACKENDS: dict[str, Callable[..., tuple[Tensor, MemoryState, Tensor]]] = {
     "chunked": chunked.memorize,
     "triton": memory.memorize,
 }
+"""The backends by name. Each is a function like `memorize` with checked arguments."""
 
 
 def start(
@@ -45,11 +46,13 @@ def start(
     keys: int | None = None,
     momentum: Weights | None = None,
 ) -> MemoryState:
-    """The state before any token is read: `rows` copies of the initial weights ``[h ...]`` of each head.
+    """Return the state before any token is read, with `rows` copies of the initial weights ``[h ...]`` of
+    each head.
 
-    `width` is the head width; by default, the last dimension of the last weight. Set it for a custom net whose weights
-    have another shape. `keys` is the width of the keys if it differs from that of the values, which a matrix memory
-    allows. `momentum` ``[r h ...]`` is zero by default.
+    `width` is the head width. It defaults to the last dimension of the last weight; set it for a custom net
+    whose weights have another shape. `keys` is the width of the keys if it differs from the width of the
+    values, which is possible for a matrix memory. `momentum` ``[r h ...]`` is the initial momentum, zero by
+    default.
     """
     check_chunk(chunk)
     check_start(weights, momentum, rows, rule)
@@ -63,7 +66,7 @@ def start(
 
 
 def _initial_buffers(weights: Weights, rows: int, rule: Rule) -> Weights:
-    """The rule's buffers ``[r h ...]`` at the start of a document."""
+    """Return the rule's buffers ``[r h ...]`` at the start of a document."""
     if is_linear(rule):
         return rule.init_state(tuple(weight.expand(rows, *weight.shape) for weight in weights))
     made = vmap(rule.init_state)(tuple(weights))
@@ -87,27 +90,30 @@ def memorize(
     backend: str = "auto",
     check: bool | None = None,
 ) -> tuple[Float[Tensor, "b t h e"], MemoryState, Float[Tensor, "b t h"]]:
-    """Write tokens to a memory and query it: the answers, the new state and each token's surprise.
+    """Write tokens to a memory and query it. Return the answers, the new state and the surprise of each token.
 
     Every token is written before it is queried (the read of eq. 15 is inclusive), with the gradient taken at the
-    weights of its chunk's start, unless the rule declares otherwise (see `Rule`). Differentiable in q, k, v, the gates,
-    and the state's weights, buffers and tail. Answers have the dtype of q; the arithmetic, the state and the surprise
-    are float32, or float64 if q is float64 (the triton backend multiplies bfloat16 operands and accumulates in
-    float32).
+    weights of its chunk's start, unless the rule declares otherwise (see `Rule`). The result is differentiable in q, k,
+    v, the gates, and the state's weights, buffers and tail. Answers have the dtype of q. The
+    arithmetic, the state and the surprise are float32, or float64 if q is float64 (the triton backend multiplies
+    bfloat16 operands and accumulates in float32).
 
     Args:
         q: queries.
         k: keys. They should be normalised: the step size is relative to their squared length.
-        v: values, of the keys' width, or any where the net is a matrix (`NETS["linear"]`); answers have the values'.
-        gates: log step size, log momentum, log of the share that stays, ``[b t h]`` each; see `Gates`.
-        state: from `start` or from the call before. One row per batch row, or per document if packed.
-        net: what the memory is: `MLP(...)`, an entry of `NETS`, or any object with ``init`` and ``apply``.
+        v: values. Their width is that of the keys, or any width if the net is a matrix (`NETS["linear"]`). Answers
+            have the width of the values.
+        gates: logarithms of step size, momentum and retention, ``[b t h]`` each; see `Gates`.
+        state: the result of `start` or of the previous call. It has one row per batch row, or per packed document.
+        net: the function that the memory computes: `MLP(...)`, an entry of `NETS`, or any object with ``init``
+            and ``apply``.
         rule: how the memory is updated: an entry of `RULES`, `Rule(...)`, or an instance of a subclass of `Rule`.
         chunk: number of tokens whose gradients are taken at the same weights. It is part of the model: a different
             chunk computes a different function.
         offsets: for documents packed in a single batch row: 0, then the end of each document; the last one is t.
-        aligned: True if every row is at a chunk border, as at the start of a document. The kernels then copy nothing to
-            align rows. Otherwise they do, because looking at the positions would synchronise with the device.
+        aligned: True if every row is at a chunk border, as at the start of a document. The kernels then need
+            not copy the tokens to align the rows. If False they copy, because checking the positions would
+            synchronise with the device.
         backend: "auto", or one of `BACKENDS`.
         check: whether to check values (finite, gates in range). None: on the CPU only, since a check synchronises with
             a GPU. An unchecked value that is not finite sets `state.diverged` and can affect its whole chunk.
@@ -150,7 +156,9 @@ def _choose_backend(
     rule: Rule,
     chunk: int,
 ) -> str:
-    """The backend that runs a call; `dispatch` decides whether the kernels can."""
+    """Return the name of the backend that runs a call. For "auto", `dispatch` decides whether the kernels can
+    run it.
+    """
     if backend not in ("auto", "triton"):
         return backend
     train = needs_grad([q, k, v, *gates, *state.layers, *state.buffers, state.k, state.v, *state.gates])
@@ -170,7 +178,7 @@ def recall(
     rule: Rule = RULES["titans"],
     offsets: Int[Tensor, " r+1"] | Sequence[int] | None = None,
 ) -> Float[Tensor, "b t h e"]:
-    """The answers of a memory to queries, without writing to it, from its current weights."""
+    """Return the answers of a memory to queries, from its current weights. Nothing is written to the memory."""
     check_net_and_rule(net, rule)
     if not isinstance(state, MemoryState):
         raise ValueError(f"state: expected a MemoryState, got {type(state).__name__}")
@@ -181,8 +189,8 @@ def recall(
 def current_weights(
     state: MemoryState, *, net: Net = NETS["titans"], rule: Rule = RULES["titans"]
 ) -> Weights:
-    """The weights ``[r h ...]`` of a memory after all tokens so far, including those of the incomplete chunk; for a
-    rule with ``read="chunk"``, the weights at the start of that chunk.
+    """Return the weights ``[r h ...]`` of a memory after all tokens so far, including those of the incomplete
+    chunk. For a rule with ``read="chunk"``, return the weights at the start of that chunk.
     """
     with torch.autocast(state.k.device.type, enabled=False):
         return chunked.current_weights(state, net, rule)
@@ -195,7 +203,9 @@ def query(
     net: Net = NETS["titans"],
     offsets: Int[Tensor, " r+1"] | Sequence[int] | None = None,
 ) -> Float[Tensor, "b t h e"]:
-    """The answers of given weights ``[r h ...]`` (see `current_weights`), one row per batch row or packed document."""
+    """Return the answers of given weights ``[r h ...]`` (see `current_weights`). The weights have one row per
+    batch row or packed document.
+    """
     rows = weights[0].shape[0]
     borders = check_offsets(offsets, q.shape[0], q.shape[1], rows)
     if q.shape[0] == 0 or q.shape[1] == 0:
@@ -203,7 +213,7 @@ def query(
     with torch.autocast(q.device.type, enabled=False):
         matrix = isinstance(net, MLP) and net.rectangular and not net.bias
         widest = max(q.shape[-1], weights[0].shape[-1])
-        # The same rounding as in the kernels.
+        # This rounds in the same way as the kernels.
         if matrix and q.dtype == torch.bfloat16 and layer.is_supported(q, width=widest):
             queries, index = to_rows(q, borders)
             return from_rows(layer.per_head_matmul(queries, weights[0]), index)

@@ -2,8 +2,9 @@
 
 All other backends are tested against this one.
 
-Every rule runs its own `update`, including the rules that have a closed form. The gradient is autograd of the written
-loss, never a derivation by hand. Slow, exact in float64, and twice differentiable.
+Every rule runs its own `update`, including the rules that have a closed form. The gradient is computed by
+autograd from the loss as written, and never derived by hand. This backend is slow, exact in float64, and
+twice differentiable.
 """
 
 from __future__ import annotations
@@ -23,10 +24,11 @@ from remanence.ops.state import Gates, MemoryState, RuleState, Weights
 def memorize_document(
     net: Net, rule: Rule, chunk: int, q: Tensor, k: Tensor, v: Tensor, gates: Gates, state: RuleState
 ) -> tuple[Tensor, Tensor, RuleState]:
-    """Answers, surprise, and the state at the end of the last complete chunk, for one head of one document.
+    """Return the answers ``[t e]``, the surprise ``[t]``, and the state at the end of the last complete
+    chunk, for one head of one document.
 
-    Equations 12 to 15, or the update of another rule. q, k, v are ``[t e]``, log gates ``[t]``; `state` is the state at
-    a chunk's start.
+    This computes equations 12 to 15, or the update of another rule. q, k, v are ``[t e]``, log gates are
+    ``[t]``; `state` is the state at the start of a chunk, where the tokens begin.
     """
 
     def loss(W: Weights, t: int) -> Tensor:  # eq. 12
@@ -68,7 +70,9 @@ def memorize(
     chunk: int,
     offsets: list[int] | None,
 ) -> tuple[Tensor, MemoryState, Tensor]:
-    """`memorize_document` for every row and head; the arguments are those of `remanence.ops.memorize`, checked."""
+    """Run `memorize_document` for every row and head. The arguments are those of `remanence.ops.memorize` and
+    must have been checked. Returns the answers, the new state and the surprise.
+    """
     layout = Layout(q.shape[0], q.shape[1], state, chunk, offsets, replay=True)
     queries, k, v, gates = (
         layout.query_rows(q),

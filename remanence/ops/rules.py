@@ -1,4 +1,4 @@
-"""Update rules: how gradients change the weights of a memory, whatever its net.
+"""Update rules: how gradients change the weights of a memory. They work with any net.
 
 A `Rule` has a method ``update``; custom rules run on the generic path (reference.py, generic.py). Rules that are linear
 in the gradients, `LinearRule`, also have a closed form over a chunk, whose coefficients are computed here. With gamma
@@ -23,23 +23,31 @@ from torch import Tensor
 from remanence.ops.state import Gates, RuleState, Weights
 
 Loss = Callable[[Tensor, Tensor], Tensor]
+"""An inner loss: a function of predictions and values ``[... e]`` that returns losses ``[...]``."""
 
 
 def squared_loss(prediction: Tensor, value: Tensor) -> Tensor:
-    """Half the squared distance (eq. 12; its factor 2 is absorbed by the step size, as in the paper's appendix C)."""
+    """Return half the squared distance (eq. 12; the gradient's factor of 2 is absorbed by the step size, as
+    in the paper's appendix C).
+    """
     return 0.5 * (prediction - value).square().sum(-1)
 
 
 def dot_product_loss(prediction: Tensor, value: Tensor) -> Tensor:
-    """Minus the inner product: its gradient does not depend on the prediction, which gives linear attention."""
+    """Return minus the inner product. Its gradient does not depend on the prediction, which gives linear
+    attention.
+    """
     return -(prediction * value).sum(-1)
 
 
 LOSSES: dict[str, Loss] = {"squared": squared_loss, "dot": dot_product_loss}
+"""The inner losses that a rule can name."""
 
 
 class ConstructorSignature:
-    """The signature of a rule's ``__init__``, which `Rule.__new__` would hide from `help`."""
+    """A descriptor that shows the signature of a rule's ``__init__`` in `help`, which `Rule.__new__` would
+    hide.
+    """
 
     def __get__(self, rule: Rule | None, kind: type[Rule]) -> inspect.Signature:
         signature = inspect.signature((LinearRule if kind is Rule else kind).__init__)
@@ -79,38 +87,42 @@ class Rule:
     __signature__ = ConstructorSignature()
 
     def update(self, state: RuleState, gradients: Weights, gates: Gates) -> RuleState:
-        """The state after an update.
+        """Return the weights and buffers after an update.
 
         Args:
             state: the head's weights and buffers before the update; with granularity "chunk", at the chunk's start.
-            gradients: one for each of the weights, in their shapes.
-            gates: logarithms of the token's gates, scalars; with granularity "chunk", of the gates of all tokens of the
-                chunk, ``[c]`` each (with ``read="token"``, of the tokens so far).
+            gradients: one gradient for each weight, in the weight's shape.
+            gates: logarithms of the token's gates, scalars; with granularity "chunk", of the gates of all tokens of
+                the chunk, ``[c]`` each (with ``read="token"``, of the tokens so far).
         """
         raise NotImplementedError(f"{type(self).__name__}: expected a method update(state, gradients, gates)")
 
     def init_state(self, weights: Weights) -> Weights:
-        """The buffers of one head at the start of a document: floating-point tensors of any shape, none by default."""
+        """Return the buffers of one head at the start of a document: a tuple of floating-point tensors of any
+        shape, empty by default.
+        """
         return ()
 
     def gradient_at(self, weights: Weights, gates: Gates) -> Weights:
-        """The weights at which a token's gradient is taken, given the anchor's weights; for granularity "token"."""
+        """Return the weights at which a token's gradient is taken, given the weights of the anchor. Used with
+        granularity "token" only.
+        """
         return weights
 
     @property
     def loss_function(self) -> Loss:
-        """The function (prediction, value) -> loss."""
+        """The inner loss as a function (prediction, value) -> loss."""
         return LOSSES[self.loss] if isinstance(self.loss, str) else self.loss
 
 
 @dataclass(frozen=True, kw_only=True)
 class LinearRule(Rule):
-    """The rules whose updates are linear in the gradients (equations 13 and 14): Titans, TTT, DeltaNet and others.
+    """A rule whose updates are linear in the gradients (equations 13 and 14): Titans, TTT, DeltaNet and others.
 
     momentum, forget
-        Whether past surprise is carried (eta) and whether the memory decays (alpha).
+        Whether past surprise is carried on as momentum (eta), and whether the memory decays (alpha).
     decay_first
-        Take the gradient at the weights already decayed by the token's own gate, as Gated DeltaNet does.
+        Whether the gradient is taken at weights that are already decayed by the token's own gate, as in Gated DeltaNet.
     anchor
         Where the gradient is taken: ``"chunk"``, at the weights at the start of the chunk (eq. 16); ``"token"``, at the
         weights before each token (eq. 14 as printed). ``"token"`` is computed in parallel for a memory that is linear
@@ -157,11 +169,12 @@ class LinearRule(Rule):
 
 
 _CLOSED_FORM_METHODS = ("update", "init_state", "gradient_at", "loss_function", "granularity", "read")
+"""The attributes of `LinearRule` that a subclass must not override if the closed form is to apply."""
 
 
 def is_linear(rule: object) -> TypeGuard[LinearRule]:
-    """Whether the closed forms and kernels apply to a rule: it is a `LinearRule`, and not a subclass that overrides
-    how it is computed.
+    """Whether the closed forms and kernels apply to a rule: it must be a `LinearRule`, or an instance of a
+    subclass that does not override how updates are computed.
     """
     kind = type(rule)
     return kind is LinearRule or (
@@ -171,8 +184,9 @@ def is_linear(rule: object) -> TypeGuard[LinearRule]:
 
 
 def pack_state(rule: Rule, weights: Sequence[Tensor], buffers: Sequence[Tensor]) -> tuple[Weights, Weights]:
-    """The `layers` and `buffers` of a `MemoryState`, from a memory's weights and buffers ``[r h ...]``. For a
-    `LinearRule` with momentum, each weight and its momentum are stacked in one tensor.
+    """Return the `layers` and `buffers` of a `MemoryState`, from the weights and buffers ``[r h ...]`` of a
+    memory. For a `LinearRule` with momentum, each weight and its momentum are stacked in one tensor of
+    `layers`.
     """
     if is_linear(rule) and buffers:
         pairs = zip(weights, buffers, strict=True)
@@ -189,6 +203,7 @@ RULES: dict[str, Rule] = {
     "gated_delta": LinearRule(momentum=False, decay_first=True, anchor="token"),
     "linear_attention": LinearRule(momentum=False, forget=False, loss="dot"),
 }
+"""The update rules that a configuration can name."""
 
 
 class Coefficients(NamedTuple):
@@ -229,17 +244,18 @@ class _DecayMatrix(torch.autograd.Function):
 
 
 def _gate_products(log_gate: Tensor) -> Tensor:
-    """``[... j t]``: the product of gates over (j, t]."""
+    """Return a matrix ``[... j t]`` with the product of the gates over (j, t]."""
     c = log_gate.shape[-1]
     later = torch.ones(c, c, dtype=log_gate.dtype, device=log_gate.device).triu(1)  # [j t], 1 where t > j
     return torch.addcmul(1.0 - later, log_gate.exp().unsqueeze(-2), later).cumprod(-1).triu_()
 
 
 def decay_matrix_backward(decayed: Tensor, grad: Tensor) -> Tensor:
-    """The gradient ``[... c]`` of the log gates, from the output of `decay_matrix` and its gradient ``[... c c]``.
+    """Return the gradient ``[... c]`` of the log gates, from the output of `decay_matrix` and its gradient
+    ``[... c c]``.
 
-    The derivative of a product of gates with respect to the log of one of them is the product itself. No division is
-    needed, so a gate of 0 is exact.
+    The derivative of a product of gates with respect to the log of one of them is the product itself. No
+    division is needed, so the result is exact even for a gate of 0.
     """
     c = decayed.shape[-1]
     until = torch.ones(c, c, dtype=decayed.dtype, device=decayed.device).tril()
@@ -247,15 +263,19 @@ def decay_matrix_backward(decayed: Tensor, grad: Tensor) -> Tensor:
 
 
 def decay_matrix(log_gate: Tensor) -> Tensor:
-    """The matrix ``[... c c]`` of gate products over (j, t] for t >= j, else 0, from log gates ``[... c]``.
+    """Return the matrix ``[... c c]`` of gate products over (j, t] for t >= j, and 0 elsewhere, from log
+    gates ``[... c]``.
 
-    Exact at -inf: the gates themselves are multiplied, and no product is divided by another.
+    The result is exact for a log gate of -inf, because the gates themselves are multiplied and no product is
+    divided by another.
     """
     return _DecayMatrix.apply(log_gate)
 
 
 def coefficients(rule: LinearRule, gates: Gates, complete: Tensor) -> Coefficients:
-    """The closed form's coefficients for gates ``[... c]`` of chunks; `complete` ``[...]`` tells which."""
+    """Return the coefficients of the closed form for chunks with log gates ``[... c]``. The mask `complete`
+    ``[...]`` tells which chunks are complete.
+    """
     step = gates.log_step.exp()
     kept = decay_matrix(gates.log_keep if gates.log_keep is not None else torch.zeros_like(step))
     keep = gates.log_keep.cumsum(-1).exp() if gates.log_keep is not None else torch.ones_like(step)
@@ -285,8 +305,8 @@ def coefficients(rule: LinearRule, gates: Gates, complete: Tensor) -> Coefficien
 
 
 def coefficients_backward(gates: Gates, complete: Tensor, grad: Coefficients) -> Gates:
-    """The gradients of the gates from those of the coefficients, written out: inside a torch operator, autograd records
-    nothing.
+    """Return the gradients of the log gates from the gradients of the coefficients. They are computed by
+    hand, because autograd records nothing inside a torch operator.
     """
     step = gates.log_step.exp()
     g_end_state_factors, g_end_gradient_factors = (
@@ -327,5 +347,5 @@ def coefficients_backward(gates: Gates, complete: Tensor, grad: Coefficients) ->
 
 
 def _suffix_sum(x: Tensor) -> Tensor:
-    """Sums from each index to the end: the backward of cumsum."""
+    """Return the sums from each index to the end of the last axis: the backward of cumsum."""
     return x.flip(-1).cumsum(-1).flip(-1)

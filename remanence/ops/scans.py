@@ -1,4 +1,6 @@
-"""Scans over a block of chunks, forward and backward: in closed form, by autograd, or with a rule's `update`."""
+"""Scans over a block of consecutive chunks, forward and backward: in closed form, by autograd, or with a
+rule's `update`.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,9 @@ from remanence.ops.state import Gates, RuleState, Weights
 
 
 class ChunkBlock(NamedTuple):
-    """The inputs of consecutive chunks: ``[n m c e]``, log gates ``[n m c]`` (None if absent), complete ``[n m]``."""
+    """The inputs of n consecutive chunks: q, k, v ``[n m c e]``, log gates ``[n m c]`` (None if the rule does
+    not use them), and whether each chunk is complete ``[n m]``. m is rows times heads.
+    """
 
     q: Tensor
     k: Tensor
@@ -31,25 +35,29 @@ class ChunkBlock(NamedTuple):
         return Gates(self.log_step, self.log_momentum, self.log_keep)
 
     def slice_chunks(self, chunks: slice) -> ChunkBlock:
-        """The inputs of some of the chunks."""
+        """Return the inputs of the selected chunks."""
         return ChunkBlock._make(None if x is None else x[chunks] for x in self)
 
 
 Grad = Tensor | None
+"""A gradient, or None for an input that is None."""
 
 
 def _received_gradient(s: ChunkBlock, g_y: Tensor, g_surprise: Tensor) -> Tensor:
-    """The absolute sum ``[n m]`` of the gradients of each chunk's outputs, times the largest query if above 1."""
+    """Return the sum of the absolute gradients of each chunk's outputs ``[n m]``. The gradients of the
+    answers are multiplied by the largest query if that is above 1.
+    """
     reach = s.q.abs().flatten(2).amax(-1).clamp(min=1.0) if s.q.numel() else 1.0
     return g_y.abs().sum((-1, -2)) * reach + g_surprise.abs().sum(-1)
 
 
 class ChunkScan(Protocol):
-    """A scan over a block of chunks: `forward` from a state J to (answers, surprise, end state), `backward` to the
-    gradients of the inputs and of J.
+    """A scan over a block of chunks. `forward` maps a state J to the answers ``[n m c e]``, the surprise ``[n
+    m c]`` and the end state. `backward` returns the gradients of the inputs, of J and of the slow parameters.
 
-    `completes_chunk` is False if the call has no complete chunk: the state does not change then, and no end state is
-    computed. `slow_parameters` are those of the net and of the loss, from their `parameters()`.
+    `completes_chunk` is False if the call completes no chunk. The state then does not change, and no end
+    state is computed. `slow_parameters` are the trained parameters of the net, the rule and the loss, from
+    their `parameters()`.
     """
 
     completes_chunk: bool
@@ -69,7 +77,9 @@ class ChunkScan(Protocol):
 
 
 class ClosedFormScan:
-    """The closed form of an MLP memory: keys chunk by chunk, then the queries of all chunks at once."""
+    """The closed form of an MLP memory. Keys are processed chunk by chunk, then the queries of all chunks at
+    once.
+    """
 
     def __init__(self, net: MLP, rule: LinearRule, completes_chunk: bool) -> None:
         self.net, self.rule, self.completes_chunk = net, rule, completes_chunk
@@ -78,8 +88,8 @@ class ClosedFormScan:
     def _record_keys(
         self, s: ChunkBlock, co: Coefficients, state: Weights
     ) -> tuple[Weights, list[cf.Anchor], list[cf.KeyActivations]]:
-        """The states ``[n+1 m ...]`` at the chunk borders (``[1 m ...]`` if no chunk is complete), the anchors and the
-        activations of the keys.
+        """Return the states ``[n+1 m ...]`` at the chunk borders (``[1 m ...]`` if no chunk is complete), and
+        for each chunk its anchor and the activations of its keys.
         """
         n = s.k.shape[0]
         states = tuple(layer.unsqueeze(0) for layer in state)
@@ -101,6 +111,9 @@ class ClosedFormScan:
     def _answer_queries(
         self, s: ChunkBlock, co: Coefficients, states: Weights, records: list[cf.KeyActivations]
     ) -> tuple[cf.Anchor, list[Tensor], list[Tensor], cf.QueryActivations]:
+        """Return the anchor of all chunks together, the layer inputs and errors of their keys, and the
+        activations of the queries, which include the answers.
+        """
         block_anchor = cf.Anchor(
             tuple(layer[: len(records)].flatten(0, 1) for layer in states),
             _map_coefficients(lambda x: x.flatten(0, 1), co),
@@ -165,22 +178,27 @@ class ClosedFormScan:
 
 
 class TokenExactScan(ClosedFormScan):
-    """The token-exact rule for a matrix memory. What does not depend on the state is computed for all chunks of the
-    block at once; the scan itself is two matrix products per chunk, forward and backward.
+    """The token-exact rule for a matrix memory. All quantities that do not depend on the state are computed
+    for all chunks of the block at once. The scan itself is two matrix products per chunk, forward and
+    backward.
 
-    With the solver T of each chunk (closed_form), D = T (X~ J - target) = U J - known, where U = T X~, and X~ are the
-    keys times the state factors of the previous token. The state at the end of the chunk is F J - K^T D.
+    With the solver T of each chunk (see `closed_form`), D = T (X~ J - target) = U J - known, where U = T X~,
+    and X~ are the keys times the state factors of the previous token. The state at the end of the chunk is F
+    J - K^T D.
     """
 
     def _prepare(self, s: ChunkBlock, co: Coefficients) -> tuple[Coefficients, cf.PreparedChunks]:
+        """Return the coefficients with chunks, rows and heads in one axis, and the quantities that do not
+        depend on the state.
+        """
         flat = _map_coefficients(lambda x: x.flatten(0, 1), co)
         return flat, cf.prepare_chunks(self.net, flat, s.k.flatten(0, 1), s.v.flatten(0, 1))
 
     def _scan_states(
         self, s: ChunkBlock, co: Coefficients, ready: cf.PreparedChunks, state: Weights
     ) -> tuple[Tensor, Tensor]:
-        """The states ``[n+1 m p f e]`` at the chunk borders (``[1 ...]`` if no chunk is complete) and the errors
-        ``[n m c e]``.
+        """Return the states ``[n+1 m p f e]`` at the chunk borders (``[1 m p f e]`` if no chunk is complete)
+        and the errors ``[n m c e]``.
         """
         n, (J,) = s.k.shape[0], state
         states = J.new_empty(n + 1 if self.completes_chunk else 1, *J.shape)
@@ -200,6 +218,9 @@ class TokenExactScan(ClosedFormScan):
     def _read_queries(
         self, s: ChunkBlock, flat: Coefficients, x: Tensor, states: Tensor, errors: Tensor
     ) -> tuple[cf.Anchor, cf.QueryActivations]:
+        """Return the anchor of all chunks together, and the activations of the queries, which include the
+        answers.
+        """
         block_anchor = cf.Anchor((states[: len(errors)].flatten(0, 1),), flat)
         return block_anchor, cf.read_queries(
             self.net, block_anchor, [x], [errors.flatten(0, 1)], s.q.flatten(0, 1)
@@ -264,7 +285,9 @@ class TokenExactScan(ClosedFormScan):
 
 
 class AutogradScan:
-    """A linear rule with any net and inner loss: each chunk with torch.func, the gradients of the block by autograd."""
+    """A linear rule with any net and inner loss. Each chunk is computed with torch.func, and the gradients of
+    the block by autograd.
+    """
 
     def __init__(self, net: Net, rule: Rule, completes_chunk: bool) -> None:
         self.net, self.rule, self.completes_chunk = net, rule, completes_chunk
@@ -274,13 +297,14 @@ class AutogradScan:
         ]
 
     def _gates_by_chunk(self, s: ChunkBlock) -> list[Any]:
-        """The coefficients or gates of each chunk, for `_step`."""
+        """Return the coefficients (or in a subclass the gates) of each chunk, as `_step` takes them."""
         assert is_linear(self.rule)
         return _unbind_chunks(coefficients(self.rule, s.gates, s.complete), s.k.shape[0])
 
     def _step(
         self, gates: Any, q: Tensor, k: Tensor, v: Tensor, state: Weights
     ) -> tuple[Tensor, Tensor, Weights]:
+        """Return the answers, the surprise and the end state of one chunk."""
         assert is_linear(self.rule)
         return chunk_step(self.net, self.rule, gates, q, k, v, state)
 
@@ -317,7 +341,9 @@ class AutogradScan:
 
 
 class RuleScan(AutogradScan):
-    """Any rule, with its `update`. The state is `depth` weights ``[m 1 ...]``, then the buffers."""
+    """Any rule, by calling its `update`. The state is a tuple of `depth` weights ``[m 1 ...]``, followed by
+    the buffers.
+    """
 
     def __init__(self, net: Net, rule: Rule, completes_chunk: bool, depth: int) -> None:
         super().__init__(net, rule, completes_chunk)
@@ -335,30 +361,37 @@ class RuleScan(AutogradScan):
 
 
 def _last_state(states: Tensor, complete: Tensor) -> Tensor:
-    """The state ``[m ...]`` after the complete chunks ``[n m]`` of each row, from those at all borders ``[n+1 m ...]``.
+    """Return the state ``[m ...]`` after the last complete chunk of each row, from the states at all chunk
+    borders ``[n+1 m ...]`` and the mask of complete chunks ``[n m]``.
 
-    Not simply the last one: an incomplete chunk adds zero times its errors, and errors of padding may overflow. A copy,
-    because a view would keep all states of the block in memory.
+    This is not simply the last state: an incomplete chunk adds zero times its errors, and the errors of
+    padding may overflow. The result is a copy, because a view would keep all states of the block in memory.
     """
     return states[complete.sum(0), torch.arange(states.shape[1], device=states.device)]
 
 
 def _map_coefficients(function: Any, co: Coefficients) -> Coefficients:
+    """Apply a function to each coefficient that is not None."""
     return Coefficients._make(None if x is None else function(x) for x in co)
 
 
 def _unbind_chunks(co: Coefficients, n: int) -> list[Coefficients]:
-    """The coefficients of each chunk."""
+    """Split the coefficients of n chunks into a list with the coefficients of each chunk."""
     columns = [[None] * n if x is None else x.unbind() for x in co]
     return [Coefficients._make(row) for row in zip(*columns, strict=True)]
 
 
 def _concat_layers(layers_by_chunk: list[Any]) -> list[Tensor]:
+    """Concatenate the tensors of all chunks, layer by layer. The argument has a list of layers for each
+    chunk.
+    """
     return [torch.cat(layer) for layer in zip(*layers_by_chunk, strict=True)]
 
 
 def _autograd_grads(outputs: list[tuple[Tensor, Tensor]], inputs: list[Tensor | None]) -> list[Grad]:
-    """The gradients of the inputs, by autograd; zeros for inputs without a gradient, None for None."""
+    """Return the gradients of the inputs, by autograd. They are zeros for inputs that the outputs do not
+    depend on, and None for inputs that are None.
+    """
     pairs = [(output, grad) for output, grad in outputs if output.requires_grad]
     present = [x for x in inputs if x is not None]
     found = iter(
@@ -368,11 +401,14 @@ def _autograd_grads(outputs: list[tuple[Tensor, Tensor]], inputs: list[Tensor | 
 
 
 def _or_zeros(grad: Grad, like: Tensor) -> Tensor:
+    """Return the gradient, or zeros in the shape of `like` if it is None."""
     return torch.zeros_like(like) if grad is None else grad
 
 
 def choose_scan(net: Net, rule: Rule, completes_chunk: bool, depth: int) -> ChunkScan:
-    """The fastest scan for a memory with `depth` weights."""
+    """Return the fastest scan for a memory with this net and rule. `depth` is the number of weights of the
+    memory.
+    """
     if not is_linear(rule):
         return RuleScan(net, rule, completes_chunk, depth)
     if isinstance(net, MLP) and isinstance(rule.loss, str):

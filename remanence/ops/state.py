@@ -1,4 +1,4 @@
-"""The state of a memory between calls, and its gates."""
+"""The state of a memory between two calls, and the gates of its tokens."""
 
 from __future__ import annotations
 
@@ -11,21 +11,24 @@ from remanence.runtime.positions import with_host_copy
 from remanence.runtime.state import TensorTuple
 
 Weights = tuple[Tensor, ...]
-"""The weights of a memory, one tensor per layer: of one head inside a net, ``[h, ...]`` as parameters, ``[r, h, ...]``
-in a state.
+"""The weights of a memory, one tensor per layer. Their shape has no leading axes inside a net (one head), is
+``[h, ...]`` for parameters, and ``[r, h, ...]`` in a state.
 """
 
 
 MAX_LOG_STEP = 40.0
-"""The largest log step size in a valid state."""
+"""The largest logarithm of a step size in a valid state."""
 
 DIVERGENCE_LIMIT = 1e12
-"""Weights and answers beyond this are flagged as diverged: in float32, adding a number of ordinary size to them changes
-nothing."""
+"""Weights and answers with larger absolute values are flagged as diverged. In float32, adding a number of
+ordinary size to them changes nothing.
+"""
 
 
 def is_within(tensor: Tensor, bound: float = DIVERGENCE_LIMIT) -> Tensor:
-    """An elementwise mask: absolute value of at most `bound`, and not NaN."""
+    """Return a mask in the shape of the tensor, true where the absolute value is at most `bound`. It is false
+    for NaN.
+    """
     return tensor.detach().abs() <= bound
 
 
@@ -39,26 +42,26 @@ class Gates(_Gates, TensorTuple):
     """Logarithms of the gates ``[b t h]`` of each token and head: step size (theta), momentum (eta) and retention
     (1 - alpha).
 
-    In logarithms, products of gates are sums and do not underflow, and -inf is exactly 0. `log_momentum` is None for a
-    rule without momentum, `log_keep` for one without forgetting.
+    With logarithms, products of gates become sums and do not underflow. A log of -inf is a gate of exactly 0.
+    `log_momentum` is None for a rule without momentum, and `log_keep` is None for a rule without forgetting.
     """
 
     __slots__ = ()
     minus_infinity = ("log_step", "log_momentum", "log_keep")
 
     def select(self, index: int | slice) -> Gates:
-        """The gates at this index of the first axis."""
+        """Return the gates at this index of the first axis."""
         return self.map(lambda gate: gate[index])
 
     def agrees(self, read: Tensor) -> Tensor:
-        """Whether each row's gates are in range: momentum and retention at most 1, up to rounding."""
+        """Whether the gates of each row are in range: momentum and retention at most 1, up to rounding."""
         limits = zip(self, (MAX_LOG_STEP, 0.01, 0.01), strict=True)
         rows = [(gate <= most).flatten(1).all(1) for gate, most in limits if gate is not None]
         return torch.stack(rows).all(0)
 
 
 class RuleState(NamedTuple):
-    """What a rule updates: the weights of a head and the rule's buffers, such as momentum."""
+    """The tensors that a rule updates: the weights of a head, and the rule's buffers, such as momentum."""
 
     weights: Weights
     buffers: Weights = ()
@@ -78,10 +81,10 @@ class MemoryState(_MemoryState, TensorTuple):
     """The state of one memory per row and head; returned by every call, never changed in place.
 
     layers
-        One ``[r h p ...]`` for each of the net's weights: the weight and, for a rule with momentum (p = 2), its
-        momentum, at the start of the incomplete chunk. `weights` and `momentum` are views of them.
+        One tensor ``[r h p ...]`` for each of the net's weights. It holds the weight and, for a rule with momentum
+        (p = 2), its momentum, at the start of the incomplete chunk. `weights` and `momentum` are views of them.
     k, v, gates
-        The tail: keys, values and gates of the incomplete chunk, ``[r c-1 h ...]``, of which the first
+        The tail: keys, values and gates of the incomplete chunk, ``[r c-1 h ...]``. Only the first
         ``position % chunk`` slots are used.
     position
         The number of tokens of the document so far, ``[r]``. Chunk borders are counted from the start of the document,
@@ -98,12 +101,12 @@ class MemoryState(_MemoryState, TensorTuple):
 
     @property
     def weights(self) -> Weights:
-        """``[r h ...]`` at the start of the incomplete chunk."""
+        """The weights ``[r h ...]`` at the start of the incomplete chunk."""
         return tuple(layer[:, :, 0] for layer in self.layers)
 
     @property
     def momentum(self) -> Weights:
-        """``[r h ...]`` at the start of the incomplete chunk; empty for a rule without momentum."""
+        """The momentum ``[r h ...]`` at the start of the incomplete chunk. Empty for a rule without momentum."""
         return tuple(layer[:, :, 1] for layer in self.layers if layer.shape[2] > 1)
 
     @property
@@ -117,12 +120,14 @@ class MemoryState(_MemoryState, TensorTuple):
         return self.k.shape[1] + 1
 
     def agrees(self, read: Tensor) -> Tensor:
-        """Whether each row's position fits a document of `read` tokens, and the row has not diverged."""
+        """Whether the position of each row is possible in a document of which `read` tokens have been read,
+        and the row has not diverged.
+        """
         return (self.position >= 0) & (self.position <= read) & ~self.diverged
 
     def crop(self, tokens: int) -> MemoryState:
-        """The state without the last `tokens` tokens of each row. They must be in the incomplete chunk: earlier tokens
-        are already written to the weights.
+        """Return the state without the last `tokens` tokens of each row. These tokens must be in the
+        incomplete chunk, because earlier tokens are already written to the weights.
         """
         left = self.position % self.chunk - tokens
         if tokens < 0 or bool((left < 0).any()):
@@ -141,7 +146,7 @@ class MemoryState(_MemoryState, TensorTuple):
 
 
 def memories(node: Any) -> list[MemoryState]:
-    """A list of all `MemoryState` objects in a nested state, in the order of the layers."""
+    """Return a list of all `MemoryState` objects in a nested state, in the order of the layers."""
     if isinstance(node, MemoryState):
         return [node]
     return [found for child in node for found in memories(child)] if isinstance(node, tuple) else []
@@ -157,7 +162,9 @@ def initial_state(
     momentum: bool,
     forget: bool,
 ) -> MemoryState:
-    """A state at position 0, from its layers and buffers. `momentum` and `forget`: whether the rule has these gates."""
+    """Return a state at position 0 with these layers and buffers. `keys` and `values` are the widths of keys
+    and values. `momentum` and `forget` tell whether the rule has these gates.
+    """
     first = layers[0]
     rows, heads = first.shape[:2]
     tail = lambda width: first.new_zeros(rows, chunk - 1, heads, width)

@@ -1,6 +1,7 @@
-"""Training runs that come with the package, each a file with a function `recipe`: found by name, or by path.
+"""Recipes: training configs that come with the package. Each is a file with a function `recipe`.
 
-Those of a vertical are named with it: ``dna/pretrain``.
+A recipe is found by its name or path. The recipes of a vertical start with its name, such as
+``dna/pretrain``.
 """
 
 from __future__ import annotations
@@ -17,12 +18,15 @@ if TYPE_CHECKING:
 
 _own = {path.stem: path for path in Path(__file__).parent.glob("*.py") if path.stem != "__init__"}
 FILES = dict(sorted({**_own, **recipes()}.items()))
-"""Each recipe's file by its name."""
+"""The file of each recipe by name."""
 NAMES = tuple(FILES)
+"""The names of all recipes of the package."""
 
 
 def find_recipe(name: str | Path) -> Path:
-    """The file of a recipe: the user's own, or the package's of that name (``recall``, ``recipes/recall.py``)."""
+    """Return the path of a recipe: an existing file, or the package's recipe (``recall``,
+    ``recipes/recall.py``).
+    """
     path = Path(name)
     if path.is_file():
         return path
@@ -34,7 +38,7 @@ def find_recipe(name: str | Path) -> Path:
 
 
 def load_recipe(name: str | Path) -> TrainConfig:
-    """The config that a recipe's function `recipe` returns. A recipe is code: run your own, or ones you have read."""
+    """Run a recipe file and return its config. The file is executed: only load recipes that you trust."""
     from remanence.train import TrainConfig
 
     path = find_recipe(name)

@@ -1,15 +1,15 @@
-"""A memory attached to a pretrained model, trained on conversations with facts and on texts.
+"""Train a memory attached to a pretrained model, on conversations with facts and on texts.
 
 remanence attach BASE out/attached --window 512
 remanence data prepare books/ --tokenizer out/attached/tokenizer.json --out out/tokens
 remanence train attach --init_from=out/attached --data.path=out/tokens --out out/attach
 
-The first half of the run uses short distances and a short attention window: attention sees 64 tokens, and rows are
-conversations that state up to twenty facts, read a text and ask for the facts. The text between facts and questions
-grows from 16 tokens (`distance_ramp`). With long texts from the start, a new memory learns to forget instead: facts are
-overwritten before they are asked for, and no gradient shows how to keep them. In the second half attention has the
-model's own window, half of the rows read texts with their memory carried from step to step, and rows grow to 16K
-tokens. The weights of the pretrained model are frozen.
+The first half of the run uses short distances and a short attention window: attention sees 64 tokens, and all
+rows are conversations that state up to twenty facts, read a text and ask for the facts. The text between
+facts and questions grows from 16 tokens (`distance_ramp`). If texts were long from the start, a new memory
+would learn to forget: facts would be overwritten before they are asked for, and no gradient would show how to
+keep them. In the second half, attention has the model's own window, half of the rows read texts with their
+memory carried from step to step, and rows grow to 16K tokens. The weights of the pretrained model are frozen.
 
 Results for SmolLM2-135M: docs/results/attach.md.
 """
@@ -18,6 +18,7 @@ from remanence.train import FactDialoguesData, OptimizerConfig, TrainConfig
 
 
 def recipe() -> TrainConfig:
+    """Return the config of the run."""
     return TrainConfig(
         data=FactDialoguesData(
             length=1024,

@@ -1,4 +1,5 @@
-"""BABILong: bAbI's training stories, first alone, then hidden in ever longer stretches of books.
+"""Train on BABILong: the training stories of bAbI, first alone, then hidden in longer and longer parts of
+books.
 
 remanence train babilong --data.path=babi.tar.gz --data.books=books/ --out out/babi
 remanence train babilong --data.path=babi.tar.gz --data.books=books/ --init_from=out/babi/model --out out/babi-64k \\
@@ -6,9 +7,10 @@ remanence train babilong --data.path=babi.tar.gz --data.books=books/ --init_from
 remanence eval out/babi-64k/model babilong --babilong.data=babi.tar.gz --babilong.books=others/ \\
     --babilong.lengths=0,4K,64K,1M
 
-Every step has 16 x 4,096 tokens, in rows from 256 tokens to 16K. A small model begins with nothing, on bytes; with
---init_from one that is there is fine-tuned. On qa1 alone (--data.tasks=qa1) this answered 100 of 100 questions in 128K
-bytes of books: docs/results/babilong.md. The archive's folder en-10k has ten times as many stories, and was used there.
+Every step has 16 x 4,096 tokens, in rows from 256 tokens to 16K. By default a small model on bytes is trained
+from scratch; --init_from fine-tunes an existing model. With qa1 alone (--data.tasks=qa1), the model answered
+100 of 100 questions in 128K bytes of books (docs/results/babilong.md). That result used the archive's folder
+en-10k, which has ten times as many stories.
 """
 
 from remanence.config import preset
@@ -17,6 +19,7 @@ from remanence.train import BabilongData, OptimizerConfig, TrainConfig
 
 
 def recipe() -> TrainConfig:
+    """Return the config of the run."""
     memory: MemoryFields = {
         "head_dim": 128,
         "conv": 16,

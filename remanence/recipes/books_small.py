@@ -1,4 +1,6 @@
-"""A small language model on books, as bytes, each book read in order with its memory carried from piece to piece.
+"""Train a small language model on the bytes of books.
+
+Each book is read in order, with the memory carried from step to step.
 
 remanence data prepare FOLDER-OF-BOOKS --out out/books --workers 2
 remanence train books_small --out out/books-run --data.path=out/books
@@ -9,6 +11,7 @@ from remanence.train import DocumentsData, OptimizerConfig, TrainConfig
 
 
 def recipe() -> TrainConfig:
+    """Return the config of the run."""
     return TrainConfig(
         model=preset("small", "mac", num_layers=4),
         data=DocumentsData(length=512),

@@ -1,19 +1,22 @@
-"""A small reader of books that keeps facts: bytes, MAG with windows of 128 tokens, 6.0M parameters.
+"""Train a small model that reads books and remembers facts: bytes, MAG with windows of 128 tokens, 6.0M
+parameters.
 
 remanence data prepare books/ --out out/books
 remanence train facts --data.path=out/books --out out/facts
 remanence eval out/facts/model niah --niah.data=other-book.txt --niah.kinds=n --niah.lengths=4K,64K --memory-mode on off
 
-Facts are stated between the sentences of the books and asked for later, up to half a million tokens later: a step reads
-2,048 tokens of each row, and the memory is carried from step to step. Writing costs something, and gates have a
-threshold below which they are shut: a memory that writes a ten-thousandth of every token has written over everything
-after a million. The first layer is a window with a convolution and no memory: gates in the first layer see a byte and
-not what it belongs to, and would write every digit of a book; the texts have numbers that belong to no fact, so that
-gates learn to pass over those. Keys begin as the query of the token before (`induction`), and convolutions are long
-enough to hold a name: begun at random, models learned to recall a fact but not to look at its name. The window is short
-on purpose: with one of 256 tokens, models learned to look facts up in the window, and not in the memory.
+Facts are stated between the sentences of the books and asked for up to half a million tokens later. A step
+reads 2,048 tokens of each row, and the memory is carried from step to step. Writing has a cost
+(`write_cost`), and gates below a threshold are closed: a memory that wrote even a ten-thousandth of every
+token would overwrite everything within a million tokens. The first layer is windowed attention with a
+convolution and no memory, because gates in the first layer would see single bytes without context and write
+every digit of a book. The texts contain numbers that belong to no fact, so that gates learn to ignore them.
+Keys are initialized to the query of the previous token (`induction`), and convolutions are long enough to
+cover a name: with random initialization, models learned to recall a fact but not to look at its name. The
+window is short on purpose: with 256 tokens, models learned to look up facts in the window instead of the
+memory.
 
-This made `remanence-small`: docs/results/facts.md.
+The model `remanence-small` was trained with this recipe: docs/results/facts.md.
 """
 
 from remanence.config import preset
@@ -22,6 +25,7 @@ from remanence.train import FactsData, OptimizerConfig, TrainConfig
 
 
 def recipe() -> TrainConfig:
+    """Return the config of the run."""
     memory: MemoryFields = {
         "head_dim": 128,
         "conv": 16,

@@ -1,4 +1,5 @@
-"""A needle in a haystack, as bytes: four numbers with their names in 1,024 bytes of plain sentences; one is asked for.
+"""Train on needles in a haystack: 1,024 bytes of plain sentences with four named numbers. The end asks for
+one.
 
 remanence train needle --out out/needle
 torchrun --nproc-per-node 8 -m remanence train needle --out out/needle --data.length=8192 --batch=64
@@ -9,6 +10,7 @@ from remanence.train import NeedleData, OptimizerConfig, TrainConfig
 
 
 def recipe() -> TrainConfig:
+    """Return the config of the run."""
     return TrainConfig(
         model=preset("small", "mac", num_layers=2, window=128, segment=128),
         data=NeedleData(length=1024, pairs=4),

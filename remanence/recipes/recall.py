@@ -1,4 +1,5 @@
-"""Recall beyond the window: eight pairs, noise, and the same keys again, with a tiny MAC whose window is 16 tokens.
+"""Train a tiny MAC on recall beyond its window of 16 tokens: eight key-value pairs, noise, and the same keys
+again.
 
 remanence train recall --out out/recall
 remanence train recall --out out/recall-lmm --model.pattern=lmm
@@ -9,6 +10,7 @@ from remanence.train import OptimizerConfig, RecallData, TrainConfig
 
 
 def recipe() -> TrainConfig:
+    """Return the config of the run."""
     model = ModelConfig(
         vocab_size=80,
         dim=64,
@@ -18,7 +20,7 @@ def recipe() -> TrainConfig:
         window=16,
         segment=16,
         persistent=4,
-        memory={"heads": 2},  # type: ignore[arg-type]  # fields of the default, changed
+        memory={"heads": 2},  # type: ignore[arg-type]  # changes some fields of the default
     )
     return TrainConfig(
         model=model,

@@ -1,13 +1,15 @@
-"""A text of your own, from `remanence-small`: English books in bytes, 6.0M parameters.
+"""Train on your own text, starting from `remanence-small` (trained on the bytes of English books, 6.0M
+parameters).
 
 remanence train --text book.txt --out my-run                  # a file, a folder, or hf:NAME
 remanence generate my-run/model --prompt "And then"
-remanence train --text book.txt --out my-run --init_from=none --batch=8 --optimizer.lr=3e-3     # begun with nothing
+remanence train --text book.txt --out my-run --init_from=none --batch=8 --optimizer.lr=3e-3     # from scratch
 
-The end of the text is held out, and the run ends with its bits per byte beside those of `xz -9`. It takes as many steps
-as this machine does in six minutes (`train/text.py: fit_time_budget`); --steps=N takes another number. A model that
-begins with nothing is an LMM of 1.6M parameters here: the fairer comparison with xz, which knows no English either.
-Both are measured in docs/training.md.
+The end of the text is held out. After the run, the bits per byte of the model on that part are printed next
+to those of `xz -9`. By default the run takes as many steps as this machine can do in six minutes
+(`train/text.py: fit_time_budget`); --steps=N sets the number of steps. With --init_from=none, the model is an
+LMM of 1.6M parameters that is trained from scratch. This is the fairer comparison with xz, which has no
+knowledge of English either. Results of both are in docs/training.md.
 """
 
 from remanence.config import preset
@@ -15,6 +17,7 @@ from remanence.train import OptimizerConfig, TextData, TrainConfig
 
 
 def recipe() -> TrainConfig:
+    """Return the config of the run."""
     return TrainConfig(
         init_from="remanence-small",
         model=preset("tiny", "lmm", dim=192, num_layers=3, memory={"head_dim": 64}),

@@ -1,4 +1,4 @@
-"""Evaluation results and training runs in one document, as Markdown and as HTML."""
+"""Write evaluation results and training runs as one report, in Markdown and HTML."""
 
 from remanence.report.sections import compose, write
 

@@ -1,4 +1,6 @@
-"""A document as a list of parts, written as Markdown with separate pictures or as one HTML page that contains them."""
+"""A document as a list of parts. It is written as Markdown with separate pictures, or as one HTML page that
+contains the pictures.
+"""
 
 from __future__ import annotations
 
@@ -9,19 +11,27 @@ from importlib.resources import files
 from typing import NamedTuple
 
 MARK = "<!-- made by remanence report -->"
-"""In the first lines of every report, to recognise it when it is written again."""
+"""Comment in the first lines of every report, by which an earlier report is recognised and may be
+overwritten.
+"""
 
 
 class Heading(NamedTuple):
+    """A heading; level 1 is the title."""
+
     text: str
     level: int = 2
 
 
 class Text(NamedTuple):
+    """A paragraph."""
+
     text: str
 
 
 class Table(NamedTuple):
+    """A table with a header row."""
+
     header: Sequence[str]
     rows: Sequence[Sequence[str]]
 
@@ -32,17 +42,20 @@ class Picture(NamedTuple):
     name: str
     caption: str
     png: bytes
+    """Contents of the PNG file."""
 
 
 Part = Heading | Text | Table | Picture
+"""One part of a document."""
 
 
 def markdown(parts: Sequence[Part], folder: str) -> str:
-    """`folder` is the folder of the pictures, relative to the document."""
+    """Return the document as Markdown. `folder` is the folder of the pictures, relative to the document."""
     return "\n\n".join([MARK, *(_markdown(part, folder) for part in parts)]) + "\n"
 
 
 def _markdown(part: Part, folder: str) -> str:
+    """Return one part as Markdown."""
     if isinstance(part, Heading):
         return f"{'#' * part.level} {_plain(part.text)}"
     if isinstance(part, Text):
@@ -54,13 +67,14 @@ def _markdown(part: Part, folder: str) -> str:
 
 
 def _plain(text: str) -> str:
-    """Escape the characters that have a meaning in Markdown or HTML."""
+    """Escape the characters that have a meaning in Markdown or HTML, and join all lines to one."""
     for sign in "\\`*_[]|":
         text = text.replace(sign, f"\\{sign}")
     return " ".join(text.replace("&", "&amp;").replace("<", "&lt;").split())
 
 
 def page(parts: Sequence[Part], title: str) -> str:
+    """Return the document as one HTML page that contains its pictures and style sheet."""
     style = (files("remanence.report") / "report.css").read_text(encoding="utf-8")
     head = [
         f'<!doctype html>\n{MARK}\n<html lang="en">\n<head>\n<meta charset="utf-8">',
@@ -71,6 +85,7 @@ def page(parts: Sequence[Part], title: str) -> str:
 
 
 def _html(part: Part) -> str:
+    """Return one part as HTML."""
     if isinstance(part, Heading):
         return f"<h{part.level}>{escape(part.text)}</h{part.level}>"
     if isinstance(part, Text):
@@ -84,4 +99,5 @@ def _html(part: Part) -> str:
 
 
 def _table_row(tag: str, cells: Sequence[str]) -> str:
+    """Return a row of an HTML table. `tag` is "th" for header cells or "td" for other cells."""
     return f"<tr>{''.join(f'<{tag}>{escape(cell)}</{tag}>' for cell in cells)}</tr>"

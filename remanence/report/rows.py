@@ -1,4 +1,4 @@
-"""The inputs of a report, files of evaluation results and folders of training runs, read and validated."""
+"""Read and validate the inputs of a report: files of evaluation results and folders of training runs."""
 
 from __future__ import annotations
 
@@ -12,16 +12,18 @@ from typing import Any, NamedTuple, TypeGuard
 from remanence.io.files import unsealed
 
 UNBOUNDED = ("perplexity", "loss", "bits")
-"""Words in the names of metrics that can be infinite."""
+"""Words in the names of metrics whose values can be infinite."""
 
 JSON = dict[str, Any]
+"""A parsed JSON object."""
 
 
 @dataclass(frozen=True)
 class Row:
     """One measured value with its setting and provenance, as ``remanence eval --json`` writes it.
 
-    JSON has no infinity, so evaluations write null: the value is then inf if the metric is unbounded, else NaN.
+    JSON has no infinity, so evaluations write null instead. Null is read as inf if the metric is unbounded,
+    else as NaN.
     """
 
     task: str
@@ -30,26 +32,32 @@ class Row:
     setting: JSON
     provenance: JSON
     count: int | None = None
+    """Number of samples. None: not given."""
     interval: tuple[float, float] | None = None
+    """95 % confidence interval. None: not given."""
     deviation: float | None = None
+    """Standard deviation over training seeds. None: not given, or not finite."""
     detail: bool = False
+    """Whether the row is only for plots. Tables omit it."""
 
     @property
     def name(self) -> str:
-        """The model's name and the start of its fingerprint, or the recipe's name and digest."""
+        """The model's name and the start of its fingerprint, or the recipe's name and the start of its
+        digest.
+        """
         model, recipe, name = (self.provenance.get(key) for key in ("model", "recipe", "from"))
         digest = (model.get("weights") if isinstance(model, dict) else model) or (recipe if name else None)
         return str(name or recipe or "a model") + (f" ({str(digest)[:8]})" if digest else "")
 
     @property
     def subject(self) -> str:
-        """The name, and the memory mode."""
+        """The name of the model or recipe, followed by the memory mode."""
         mode = self.setting.get("memory")
         return self.name + (f", memory {mode}" if mode else "")
 
 
 class Run(NamedTuple):
-    """A training run: its config, and one line for each logged step."""
+    """A training run: the name of its folder, its config, and the logged metrics of each step."""
 
     name: str
     config: JSON
@@ -57,21 +65,24 @@ class Run(NamedTuple):
 
     @property
     def model(self) -> JSON:
+        """The model part of the run's config."""
         config: JSON = self.config["model"]
         return config
 
     def numbers(self, *names: str) -> list[float]:
-        """A metric of all logged steps, under any of its names."""
+        """Return a metric of all logged steps. `names` are its current and earlier names."""
         return [line[name] for line in self.lines for name in names if _is_number(line.get(name))]
 
 
 class Inputs(NamedTuple):
+    """All inputs of a report."""
+
     rows: list[Row]
     runs: list[Run]
 
 
 def read(paths: Sequence[Path]) -> Inputs:
-    """Read every file and folder. An error names the file and what was expected."""
+    """Read and validate all files and folders. Errors name the file and what was expected."""
     if not paths:
         raise ValueError("runs: expected files of evaluation rows or folders of training runs, got none")
     inputs, seen = Inputs([], []), set()
@@ -89,6 +100,7 @@ def read(paths: Sequence[Path]) -> Inputs:
 
 
 def _read_rows(path: Path) -> list[Row]:
+    """Read a file of evaluation rows."""
     data = _parse(path, _text(path))
     rows = unsealed(path, data).get("rows") if isinstance(data, dict) else data
     if not isinstance(rows, list) or not rows:
@@ -102,10 +114,13 @@ FIELDS = {
     "setting": (dict, "an object"),
     "provenance": (dict, "an object with the source of the number"),
 }
-"""The fields that every row has: their types, and how an error names them."""
+"""The required fields of every row: their types, and the words that describe the types in error messages."""
 
 
 def _row(row: object, location: str) -> Row:
+    """Validate a parsed row and convert it to a `Row`. `location` is the file and row number for error
+    messages.
+    """
     if not isinstance(row, dict):
         raise ValueError(f"{location}: expected an object, got {type(row).__name__}")
     for name, (kind, words) in FIELDS.items():
@@ -139,6 +154,7 @@ def _row(row: object, location: str) -> Row:
 
 
 def _read_run(folder: Path) -> Run:
+    """Read the config and the logged metrics of a training run."""
     for name in ("config.json", "metrics.jsonl"):
         if not (folder / name).is_file():
             raise ValueError(f"{folder}: expected a training run with its {name}, which is missing")
@@ -149,7 +165,7 @@ def _read_run(folder: Path) -> Run:
     path = folder / "metrics.jsonl"
     complete, _, _ = _text(path).rpartition(
         "\n"
-    )  # a run in progress, or a killed one, may end in half a line
+    )  # the last line may be incomplete if the run is in progress or was killed
     lines = []
     for number, text in enumerate(complete.splitlines(), 1):
         line = _parse(path, text, f" line {number}:")
@@ -166,6 +182,7 @@ def _read_run(folder: Path) -> Run:
 
 
 def _parse(path: Path, text: str, location: str = "") -> object:
+    """Parse JSON text. `location` is the line for error messages."""
     try:
         parsed: object = json.loads(text)
     except (ValueError, RecursionError) as error:
@@ -174,6 +191,7 @@ def _parse(path: Path, text: str, location: str = "") -> object:
 
 
 def _text(path: Path) -> str:
+    """Read a UTF-8 text file."""
     try:
         return path.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
@@ -181,8 +199,10 @@ def _text(path: Path) -> str:
 
 
 def _type(value: object) -> str:
+    """Return the name of a value's type for error messages, or "none" if the value is None or an empty list."""
     return "none" if value is None or value == [] else type(value).__name__
 
 
 def _is_number(value: object) -> TypeGuard[float]:
+    """Whether a value is a finite number. Booleans are not numbers."""
     return isinstance(value, int | float) and not isinstance(value, bool) and isfinite(value)

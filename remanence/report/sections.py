@@ -1,4 +1,4 @@
-"""The sections of a report in order, and its files."""
+"""Compose the sections of a report in order, and write its files."""
 
 from __future__ import annotations
 
@@ -17,18 +17,20 @@ from remanence.report.rows import Inputs, Row, Run, read
 from remanence.verticals import data_configs, imported
 
 TITLE = "Results"
+"""Title of every report."""
 PROVENANCE = (
     *("from", "recipe", "model", "parameters", "training_tokens", "tokenizer"),
     *("commit", "seed", "date", "hardware"),
 )
-"""The fields of a row's provenance that the last table shows."""
+"""The fields of a row's provenance that the provenance table shows."""
 
 
 def write(paths: Sequence[Path], out: Path, *, force: bool = False) -> list[Path]:
-    """Write a report as Markdown to `out`, its plots to a folder beside it, and an HTML page; return their paths.
+    """Write a report as Markdown to `out`, its plots to a folder beside it, and an HTML page. Returns all
+    paths.
 
-    All inputs are read and all plots drawn before the first file is written. A file that is not an earlier report is
-    overwritten only with `force`.
+    All inputs are read and all plots drawn before the first file is written. A file that is not an earlier
+    report is overwritten only if `force` is set.
     """
     if out.suffix != ".md":
         raise ValueError(f"--out: expected a file that ends with .md, got {out}")
@@ -51,6 +53,7 @@ def write(paths: Sequence[Path], out: Path, *, force: bool = False) -> list[Path
 
 
 def _is_report(path: Path) -> bool:
+    """Whether a file is an earlier report."""
     if not path.is_file():
         return False
     with open(path, "rb") as file:
@@ -58,6 +61,7 @@ def _is_report(path: Path) -> bool:
 
 
 def compose(inputs: Inputs) -> list[Part]:
+    """Return the parts of the report: training runs, evaluation results, effect of the memory and provenance."""
     rows = [row for row in inputs.rows if not row.detail]
     parts: list[Part] = [Heading(TITLE, 1)]
     if inputs.runs:
@@ -73,6 +77,7 @@ def compose(inputs: Inputs) -> list[Part]:
 
 
 def _training_table(runs: Sequence[Run]) -> Table:
+    """Return a table with one row per training run."""
     header = [
         "run",
         "blocks",
@@ -99,6 +104,9 @@ def _training_table(runs: Sequence[Run]) -> Table:
 
 
 def _parameters(run: Run) -> str:
+    """Return the number of parameters of a run's model as text, or "-" if the config does not describe all of
+    it.
+    """
     from remanence.config import ModelConfig
     from remanence.model import parameters
 
@@ -113,6 +121,7 @@ def _parameters(run: Run) -> str:
 
 
 def _loss_plot(runs: Sequence[Run]) -> Picture:
+    """Plot the training loss of all runs over the number of tokens."""
     lines: dict[str, Points] = {}
     for run in runs:
         name, number = run.name, 2
@@ -124,7 +133,7 @@ def _loss_plot(runs: Sequence[Run]) -> Picture:
 
 
 def _position_plot(rows: Sequence[Row]) -> list[Part]:
-    """Loss by position in the text, measured by the task ``lm``."""
+    """Plot the loss by position in the text, which the task ``lm`` measures. Empty if it was not measured."""
     lines: dict[str, list[tuple[float, float]]] = {}
     for row in rows:
         start = row.setting.get("from")
@@ -137,12 +146,14 @@ def _position_plot(rows: Sequence[Row]) -> list[Part]:
 def _plot(
     name: str, title: str, lines: Mapping[str, Points], *, x: str, y: str, linear: bool = False
 ) -> Picture:
+    """Draw lines by name as a picture. `x` and `y` are axis labels."""
     with TemporaryDirectory() as folder:
         path = curves(Path(folder) / "plot.png", lines, title=title, x=x, y=y, linear=linear)
         return Picture(name, title, path.read_bytes())
 
 
 def _task_table(rows: Sequence[Row]) -> Table:
+    """Return a table with one row per measured value of a task."""
     cells = []
     for row in rows:
         interval = "-" if row.interval is None else f"{row.interval[0]:.4g} to {row.interval[1]:.4g}"
@@ -152,7 +163,11 @@ def _task_table(rows: Sequence[Row]) -> Table:
 
 
 def _memory_effect(rows: Sequence[Row]) -> list[Part]:
-    """What was measured with the memory off and in another mode, with the difference."""
+    """Return a table that compares memory off with the other memory modes.
+
+    It contains values that were measured both with the memory off and in another mode. Empty if there are
+    none.
+    """
     groups: dict[tuple[str, ...], dict[str, Row]] = {}
     for row in rows:
         if row.setting.get("memory") is not None:
@@ -172,28 +187,31 @@ def _memory_effect(rows: Sequence[Row]) -> list[Part]:
 
 
 def _provenance_table(rows: Sequence[Row]) -> Table:
+    """Return a table with one row per different provenance."""
     origins = list({_line(row.provenance): row.provenance for row in rows}.values())
     names = [name for name in PROVENANCE if any(name in origin for origin in origins)]
     return Table(names, [[_line(origin.get(name, "-")) for name in names] for origin in origins])
 
 
 def _with_difference(row: Row, off: Row) -> str:
+    """Return a value as text, with its difference to the value with memory off in parentheses."""
     difference = row.value - off.value
     return _number(row) + (f" ({difference:+.3g})" if isfinite(difference) else "")
 
 
 def _number(row: Row) -> str:
-    """A value, with its standard deviation over seeds."""
+    """Return a value as text, with its standard deviation over seeds if known."""
     if not isfinite(row.value):
         return "∞" if isinf(row.value) else "-"
     return f"{row.value:.6g}" + (f" ± {row.deviation:.3g}" if row.deviation is not None else "")
 
 
 def _settings(row: Row) -> str:
-    """All settings but the memory mode, which the first column names."""
+    """Return all settings of a row as text, except the memory mode, which other columns show."""
     shown = {name: value for name, value in row.setting.items() if name != "memory" and value is not None}
     return ", ".join(f"{name} {_line(value)}" for name, value in shown.items()) or "-"
 
 
 def _line(value: object) -> str:
+    """Return a value as text on one line: strings unchanged, other values as JSON."""
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, sort_keys=True)

@@ -1,1 +1,1 @@
-"""What every package needs and is not numerics: states, positions, devices, graphs, errors, printed text."""
+"""Support code shared by all packages: states, positions, devices, CUDA graphs, errors, terminal output."""

@@ -1,4 +1,4 @@
-"""Results of functions of sizes, kept for the next layer or call that asks the same."""
+"""A cache for results that depend only on sizes, shared by all layers and calls."""
 
 from __future__ import annotations
 
@@ -13,8 +13,9 @@ T = TypeVar("T")
 
 
 def cached_by_size(make: Callable[P, T]) -> Callable[P, T]:
-    """A function of sizes that is asked the same again and again, by every layer: its last results are kept. Not while
-    torch looks on only for shapes: a tensor without numbers must not stay.
+    """Return `make` with a cache of its 16 latest results, as every layer calls it with the same sizes. The
+    cache is not used during compilation or with fake tensors, because a tensor without data must not be
+    stored.
     """
     remembered = cast(Callable[P, T], lru_cache(maxsize=16)(torch.inference_mode(False)(make)))
 

@@ -1,4 +1,4 @@
-"""Names and values that a person or a file may get wrong."""
+"""Error messages about wrong names and values in user input and files."""
 
 from __future__ import annotations
 
@@ -7,23 +7,24 @@ from difflib import get_close_matches
 from reprlib import Repr
 
 LONGEST = 100
-"""Characters of a wrong value that an error shows, and of a wrong name that others are compared with."""
+"""The number of characters of a wrong value to show. Longer wrong names are not compared with known names."""
 
 _short = Repr()
 _short.maxstring = _short.maxother = _short.maxlong = LONGEST
 
 
 def short_repr(value: object) -> str:
-    """A value as an error shows it: on one line, and not the whole of a list with a million entries."""
+    """Return a shortened `repr` of a value on one line, for error messages."""
     return _short.repr(value)
 
 
 def check_choice(
     what: str, name: object, names: Iterable[str], families: Mapping[str, Sequence[str]] | None = None
 ) -> None:
-    """Refuse a name that is not among the known ones, and say which one was probably meant.
+    """Raise ValueError if `name` is not one of `names`, and suggest the name that was probably meant.
 
-    `families` are names that stand for several of the known ones, which are then suggested together.
+    `what` is the argument name to show. `families` maps a name to several known names, which are then
+    suggested together.
     """
     names = list(names)
     if name not in names:
@@ -34,7 +35,7 @@ def check_choice(
 def did_you_mean(
     name: object, names: Iterable[str], families: Mapping[str, Sequence[str]] | None = None
 ) -> str:
-    """The end of an error about a wrong name: the nearest known one, or nothing if none is near."""
+    """Return the end of an error message that suggests the nearest known name, or "" if none is near."""
     families = families or {}
     short = isinstance(name, str) and len(name) <= LONGEST
     near = get_close_matches(str(name).lower(), [*names, *families], n=1, cutoff=0.5) if short else []

@@ -1,4 +1,4 @@
-"""Old names of functions and methods: they keep working, with one `DeprecationWarning` for each place of use."""
+"""Deprecated names of functions and methods. They keep working and issue a `DeprecationWarning`."""
 
 from __future__ import annotations
 
@@ -8,7 +8,9 @@ from typing import Any
 
 
 def renamed_names(module: dict[str, Any], names: Mapping[str, str]) -> Callable[[str], Any]:
-    """A module's ``__getattr__`` (its ``globals()`` are `module`) that finds old names under the new ones."""
+    """Return a ``__getattr__`` for a module that resolves old names to new ones with a warning. `module` is
+    the module's ``globals()``, and `names` maps old to new names.
+    """
 
     def find(name: str) -> Any:
         if name not in names:
@@ -22,7 +24,7 @@ def renamed_names(module: dict[str, Any], names: Mapping[str, str]) -> Callable[
 
 
 def renamed_attribute(old: str, new: str) -> property:
-    """An attribute under its old name, to read and to set."""
+    """Return a property that reads and sets the attribute `new` and warns that `old` is deprecated."""
 
     def warn(instance: object) -> None:
         warnings.warn(
@@ -41,7 +43,9 @@ def renamed_attribute(old: str, new: str) -> property:
 
 
 def renamed_overrides(cls: type, names: Mapping[str, str]) -> None:
-    """Let what a subclass defines under old names count under the new ones."""
+    """Let methods and attributes that a subclass defines under old names override those with the new names.
+    `names` maps old to new names.
+    """
     for old, new in names.items():
         if old in cls.__dict__:
             warnings.warn(f"{cls.__name__}.{old} is deprecated: use {new}", DeprecationWarning, stacklevel=3)
@@ -49,7 +53,7 @@ def renamed_overrides(cls: type, names: Mapping[str, str]) -> None:
 
 
 def renamed_method(old: str, new: str) -> Callable[..., Any]:
-    """A method under its old name."""
+    """Return a method that calls the method `new` and warns that `old` is deprecated."""
 
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
         warnings.warn(

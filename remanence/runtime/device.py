@@ -1,4 +1,4 @@
-"""Which device to run on, by name, how much it holds, and how many threads a CPU works with."""
+"""Choose a device by name, and find its memory size and the best number of CPU threads."""
 
 from __future__ import annotations
 
@@ -14,17 +14,19 @@ import torch
 
 Device = Literal["auto", "cpu", "cuda", "mps"]
 VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
-"""Environment variables with which a user sets the number of threads."""
+"""Environment variables that set the number of threads."""
 INITIAL_THREADS = torch.get_num_threads()
 """The number of threads when this package was imported."""
 TRIALS, BUSY, WORTH = 3, 1.5, 0.9
-"""Timings of each number of threads; the share of one thread's time from which on cores are busy, and the share below
-which several threads are worth it.
+"""`TRIALS`: timings per number of threads. `BUSY` and `WORTH` are ratios of the time with several threads to
+the time with one: from `BUSY` on, the cores are considered busy; below `WORTH`, several threads are used.
 """
 
 
 def resolve(name: str) -> torch.device:
-    """The device a name means: "auto" is the best one present. One that is not present is refused."""
+    """Return the device for a name. "auto" is the best device present. Raises ValueError if the device is not
+    present.
+    """
     present = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available(), "cpu": True}
     if name == "auto":
         return torch.device(next(kind for kind, here in present.items() if here))
@@ -39,14 +41,14 @@ def resolve(name: str) -> torch.device:
 
 
 def machine_memory() -> float:
-    """Bytes of this machine's memory; infinite where the system does not tell."""
+    """Return the size of this machine's memory in bytes, or infinity if the system does not report it."""
     if not hasattr(os, "sysconf"):
         return inf
     return float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
 
 
 def memory_of(device: torch.device | str) -> float:
-    """Bytes of memory that a device has in all; infinite where that cannot be known."""
+    """Return the total memory of a device in bytes, or infinity if it is unknown."""
     device = torch.device(device)
     if device.type == "cuda":
         return float(torch.cuda.get_device_properties(device).total_memory)
@@ -54,10 +56,12 @@ def memory_of(device: torch.device | str) -> float:
 
 
 def threads_are_set() -> bool:
-    """Whether the user has set the number of threads, by a variable or by `torch.set_num_threads`.
+    """Whether the user has set the number of threads, by an environment variable or by
+    `torch.set_num_threads`.
 
-    PyTorch's own default is the number of cores, or half of it where each core counts twice; any other number, and any
-    change since this package was imported, is the user's. With one thread there is nothing to choose.
+    PyTorch's default is the number of cores, or half of it with two hardware threads per core. Any other
+    number, and any change since this package was imported, was set by the user. One thread also counts as
+    set, because there is nothing to choose.
     """
     number, cores = torch.get_num_threads(), os.cpu_count() or 1
     if hasattr(os, "sched_getaffinity"):
@@ -67,11 +71,12 @@ def threads_are_set() -> bool:
 
 
 def fastest_threads(work: Callable[[], object], probe: Callable[[], object]) -> int:
-    """The number of threads to do `work` with on the CPU: one, or PyTorch's default if that is clearly faster.
+    """Return the number of threads to use for `work` on the CPU: one, or PyTorch's default if that is clearly
+    faster.
 
-    Threads that wait for each other on cores that other processes use can take many times as long as one thread, so
-    both are timed: first with `probe`, which is short and ends the trial on busy cores, then with `work` itself. A
-    number that the user has set is returned as it is.
+    If other processes use the cores, several threads that wait for each other can be many times slower than
+    one. So both are timed: first with `probe`, which is short and ends the trial if the cores are busy, then
+    with `work`. A number set by the user is returned unchanged.
     """
     most = torch.get_num_threads()
     if threads_are_set():
@@ -80,9 +85,11 @@ def fastest_threads(work: Callable[[], object], probe: Callable[[], object]) -> 
 
 
 def _gain(work: Callable[[], object]) -> float:
-    """The time that several threads take, as a share of the time of one: medians of `TRIALS` timings."""
+    """Return the time with several threads divided by the time with one thread, as a ratio of medians of
+    `TRIALS` timings.
+    """
     with using_threads(1):
-        work()  # the first call is for warming up
+        work()  # the first call is a warm-up
         alone = median(_seconds(work) for _ in range(TRIALS))
     several: list[float] = []
     while len(several) < TRIALS and not (several and several[-1] > 2 * BUSY * alone):
@@ -91,6 +98,7 @@ def _gain(work: Callable[[], object]) -> float:
 
 
 def _seconds(work: Callable[[], object]) -> float:
+    """Return how many seconds one call of `work` takes."""
     start = time.perf_counter()
     work()
     return time.perf_counter() - start
@@ -98,7 +106,7 @@ def _seconds(work: Callable[[], object]) -> float:
 
 @contextmanager
 def using_threads(number: int) -> Iterator[None]:
-    """Work with so many threads, and with the earlier number afterwards."""
+    """Use this number of threads inside the block, and restore the previous number afterwards."""
     before = torch.get_num_threads()
     if number == before:
         yield

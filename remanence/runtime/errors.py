@@ -4,17 +4,21 @@ from __future__ import annotations
 
 
 def first_line(error: BaseException) -> str:
-    """What an error of someone else's says, in one line."""
+    """Return the first line of an error's message, or the error's type if the message is empty."""
     return (str(error).splitlines() or [type(error).__name__])[0]
 
 
 class OtherConfigError(ValueError):
-    """A checkpoint and the config that is to go on from it do not fit: nothing is damaged, one of them was changed."""
+    """A checkpoint does not fit the config of the run that should continue from it. Nothing is damaged; one
+    of them was changed.
+    """
 
 
 class DivergedError(ValueError):
-    """Numbers that have to be finite are not: a memory's while it reads, or the loss of a training run."""
+    """A value that must be finite is not: in a memory while it reads, or in the loss of a training run."""
 
 
 class Terminated(KeyboardInterrupt):
-    """A request to end (SIGTERM), handled as an interruption is: what saves on Ctrl-C saves on this too."""
+    """A request to end the process (SIGTERM). It is a KeyboardInterrupt, so code that saves on Ctrl-C also
+    saves here.
+    """

@@ -1,5 +1,5 @@
-"""CUDA graphs: work on fixed buffers, launched as one. The host then costs nothing, however many small kernels there
-are.
+"""CUDA graphs: operations on fixed buffers that are launched together, which removes the host's cost per
+kernel.
 """
 
 from __future__ import annotations
@@ -17,13 +17,15 @@ T = TypeVar("T")
 def capture(
     function: Callable[[], T], device: torch.device, warm: int = 2, beside: torch.cuda.CUDAGraph | None = None
 ) -> tuple[torch.cuda.CUDAGraph, T]:
-    """A function without arguments, run so often for what is loaded or compiled on first use, then captured: the graph,
-    and what the function returned, which every replay writes anew. With a graph `beside` it shares the memory, so that
-    what one of them left is lost when the other is replayed.
+    """Call a function `warm` times, so that everything needed is loaded and compiled, and then capture it as
+    a CUDA graph.
+
+    Returns the graph and the function's result, which every replay overwrites. If `beside` is given, both
+    graphs share memory, so replaying one destroys the results of the other.
     """
     with warnings.catch_warnings(), torch.cuda.device(device):
-        # Steps before it ran on another stream, for which torch would wait: it is the one that this stream has waited
-        # for.
+        # Earlier steps ran on another stream, and torch warns that it would wait for it. This stream has
+        # already waited for that one.
         warnings.filterwarnings("ignore", message="The AccumulateGrad node's stream does not match")
         side = torch.cuda.Stream()
         side.wait_stream(torch.cuda.current_stream())
@@ -40,5 +42,5 @@ def capture(
 
 
 def copy_all(into: Sequence[Tensor], source: Sequence[Tensor]) -> None:
-    """Many tensors into fixed places, in a few launches."""
+    """Copy many tensors into existing tensors with few kernel launches."""
     torch._foreach_copy_(list(into), list(source))

@@ -1,7 +1,8 @@
 """The fields of configs as keyword arguments.
 
-A type checker and an editor read the `TypedDict` classes; `help()` reads the signature that `show_fields` makes. The
-fields are those of the classes in `remanence.config`; a test compares both. Those of a model are beside its config.
+Type checkers and editors read the `TypedDict` classes; `help()` reads the signature that `show_fields` makes.
+The fields are the same as those of the classes in `remanence.config`, which a test checks. The `TypedDict` of
+a model's fields is next to the model's config.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ Function = TypeVar("Function", bound=Callable[..., object])
 
 
 class DefaultOf:
-    """Stands in a signature for a default that is not known there: ``window: int = <from config>``."""
+    """A placeholder in a signature for a default that is defined elsewhere: ``window: int = <from config>``."""
 
     def __init__(self, source: str) -> None:
         self.source = source
@@ -33,11 +34,11 @@ def show_fields(
     defaults: Mapping[str, object] | None = None,
     omit: tuple[str, ...] = (),
 ) -> Callable[[Function], Function]:
-    """A decorator for a function with ``**fields``: its signature lists the fields of these dataclasses instead.
+    """Return a decorator that makes the signature of a function with ``**fields`` list the dataclasses' fields.
 
     Args:
-        configs: the dataclasses.
-        default_of: what has the defaults; None: the dataclass.
+        configs: the dataclasses whose fields are listed.
+        default_of: the name of the object that defines the defaults; None if the dataclasses do.
         defaults: defaults that differ from those of the dataclass.
         omit: fields that are not listed.
     """
@@ -62,7 +63,7 @@ def show_fields(
 
 
 class MemoryFields(TypedDict, total=False):
-    """Of `MemoryConfig`."""
+    """The fields of `MemoryConfig`."""
 
     dim: int
     heads: int | None
@@ -84,7 +85,7 @@ class MemoryFields(TypedDict, total=False):
 
 
 class KnnFields(TypedDict, total=False):
-    """Of `KnnConfig`."""
+    """The fields of `KnnConfig`."""
 
     k: int
     size: int
@@ -99,4 +100,6 @@ class KnnFields(TypedDict, total=False):
 
 
 class AttachFields(MemoryFields, KnnFields, total=False):
-    """Of the memory that `attach` adds: of `MemoryConfig` or, with ``kind="knn"``, of `KnnConfig`."""
+    """The fields of the memory that `attach` adds: those of `MemoryConfig` or, with ``kind="knn"``, of
+    `KnnConfig`.
+    """

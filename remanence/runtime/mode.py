@@ -1,4 +1,6 @@
-"""The memory mode, and its earlier name, `memory`, as an argument and as an attribute of a model. Imports no torch."""
+"""The memory mode, and its deprecated name `memory` as an argument and as a model attribute. Imports no
+torch.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +9,9 @@ from typing import Literal, Protocol, Self, overload
 
 Mode = Literal["on", "off", "frozen", "fresh"]
 MODES: tuple[Mode, ...] = ("on", "off", "frozen", "fresh")
-"""What a model does with its memories: read and written; absent; read, not written; reset at every segment."""
+"""What a model does with its memories. "on": read and write them. "off": run without them. "frozen": read
+them only. "fresh": reset them at every segment.
+"""
 
 
 class HasMode(Protocol):
@@ -17,13 +21,15 @@ class HasMode(Protocol):
 
 
 def renamed_mode(memory: Mode, level: int = 3) -> Mode:
-    """What was given as ``memory=``, with a warning."""
+    """Return the value given as ``memory=`` and issue a deprecation warning. `level` is the warning's
+    `stacklevel`.
+    """
     warnings.warn("memory= is deprecated: use memory_mode=", DeprecationWarning, stacklevel=level)
     return memory
 
 
 class RenamedMode:
-    """``model.memory``, the earlier name of ``model.memory_mode``."""
+    """Descriptor for ``model.memory``, the deprecated name of ``model.memory_mode``."""
 
     @overload
     def __get__(self, model: None, owner: type) -> Self: ...

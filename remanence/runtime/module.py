@@ -1,5 +1,5 @@
-"""Modules that can be initialised again, as models made on the meta device must be; where they can be called; and
-whether a fast path may take their weights instead of calling them.
+"""Modules that can be initialised again, as models made on the meta device must be. Checks of whether a
+module can be called, and of whether a fast path may use its weights instead of calling it.
 """
 
 from __future__ import annotations
@@ -14,24 +14,29 @@ from torch.nn.modules import module as torch_module
 
 
 class Module(nn.Module):
-    """A module whose `reset_parameters` initialises all that is inside it, in the constructor's order: after
-    ``torch.manual_seed`` it draws the numbers that a new module would have.
+    """A module whose `reset_parameters` initialises all its submodules in the constructor's order. After
+    ``torch.manual_seed`` it therefore draws the same numbers as a new module.
 
-    A subclass with parameters or buffers of its own, or with something to do once its parts are initialised, defines
-    `reset_own_parameters` and calls it at the end of its constructor.
+    A subclass that has its own parameters or buffers, or work to do after its submodules are initialised,
+    defines `reset_own_parameters` and calls it at the end of its constructor.
     """
 
     def reset_parameters(self) -> None:
-        """Initialise all parameters and buffers again: after ``to_empty``, for example."""
+        """Initialise all parameters and buffers again, for example after ``to_empty``."""
         _reset_parts(self)
         self.reset_own_parameters()
 
     def reset_own_parameters(self) -> None:
-        """Initialise what belongs to no part, once the parts have been initialised."""
+        """Initialise the module's own parameters and buffers. Called after the submodules have been
+        initialised.
+        """
         _check_no_own(self, "reset_own_parameters")
 
 
 def _reset_parts(module: nn.Module) -> None:
+    """Initialise all submodules. Raises NotImplementedError if a submodule has parameters but no
+    `reset_parameters`.
+    """
     for part in module.children():
         reset = getattr(part, "reset_parameters", None)
         if reset is not None:
@@ -42,6 +47,9 @@ def _reset_parts(module: nn.Module) -> None:
 
 
 def _check_no_own(module: nn.Module, method: str) -> None:
+    """Raise NotImplementedError if the module has its own parameters or buffers, as it lacks `method` to
+    initialise them.
+    """
     own = [*module._parameters, *module._buffers]
     if own:
         name = type(module).__name__
@@ -52,7 +60,9 @@ def _check_no_own(module: nn.Module, method: str) -> None:
 
 @torch.no_grad()
 def assign(parameter: Tensor, value: Tensor) -> None:
-    """Copy a value into a parameter; into one that is sharded over processes (a DTensor), each process its share."""
+    """Copy a value into a parameter. If the parameter is sharded over processes (a DTensor), each process
+    copies its shard.
+    """
     if hasattr(parameter, "device_mesh"):
         from torch.distributed.tensor import distribute_tensor
 
@@ -62,9 +72,10 @@ def assign(parameter: Tensor, value: Tensor) -> None:
 
 
 def plain(module: nn.Module, kind: type[nn.Module]) -> bool:
-    """Whether a call of the module runs exactly the `forward` of `kind`: no subclass, no hooks, no replaced `forward`.
+    """Whether calling the module runs exactly the `forward` of `kind`: no subclass, no hooks, no replaced
+    `forward`.
 
-    A path that computes the same from the module's weights may then skip the call.
+    If so, a faster path may compute the same result from the module's weights instead of calling it.
     """
     return type(module) is kind and not (
         _GLOBAL_FORWARD
@@ -79,16 +90,16 @@ def plain(module: nn.Module, kind: type[nn.Module]) -> bool:
     )
 
 
-# torch never replaces these dictionaries, nor those of a module.
+# torch never replaces these dictionaries, nor the hook dictionaries of a module.
 _GLOBAL_FORWARD, _GLOBAL_PRE = torch_module._global_forward_hooks, torch_module._global_forward_pre_hooks
 _GLOBAL_BACKWARD = torch_module._global_backward_hooks
 _GLOBAL_BACKWARD_PRE = torch_module._global_backward_pre_hooks
 GLOBAL_HOOKS: list[dict[Any, Any]] = [_GLOBAL_FORWARD, _GLOBAL_PRE, _GLOBAL_BACKWARD, _GLOBAL_BACKWARD_PRE]
-"""Hooks that torch runs at the call of every module."""
+"""The hook dictionaries that apply to calls of every module."""
 
 
 def hooks_of(module: nn.Module) -> tuple[dict[Any, Any], ...]:
-    """The dictionaries of the hooks that a call of the module runs, on the way forward and back."""
+    """Return the module's own dictionaries of forward and backward hooks."""
     return (
         module._forward_hooks,
         module._forward_pre_hooks,
@@ -98,7 +109,9 @@ def hooks_of(module: nn.Module) -> tuple[dict[Any, Any], ...]:
 
 
 def modules_of(*roots: nn.Module) -> list[nn.Module]:
-    """These modules and all inside them; faster than ``modules()``, for what is asked at every call."""
+    """Return these modules and all modules inside them. Faster than ``modules()``, for checks that run at
+    every call.
+    """
     found = list(roots)
     for module in found:
         found.extend(part for part in module._modules.values() if part is not None)
@@ -106,8 +119,9 @@ def modules_of(*roots: nn.Module) -> list[nn.Module]:
 
 
 def altered(modules: Iterable[nn.Module]) -> str | None:
-    """What makes a call of one of these modules differ from what its class computes, in words: hooks, or a method
-    replaced in the module itself. None if nothing does. What FSDP adds, which gathers sharded weights, does not count.
+    """Describe why calling one of these modules may not compute what its class defines: hooks, or a method
+    replaced on the instance. Returns None if there is no such reason. Hooks that FSDP adds to gather sharded
+    weights are ignored.
     """
     if any(GLOBAL_HOOKS):
         return "torch has global module hooks"
@@ -120,7 +134,9 @@ def altered(modules: Iterable[nn.Module]) -> str | None:
 
 
 def replaced(module: nn.Module) -> str | None:
-    """A method that is set in the module itself, instead of its class's."""
+    """Return the name of a method that is replaced on the module instance, or None. Methods wrapped by FSDP
+    are ignored.
+    """
     kind: Any = type(module)
     methods, own = _methods(kind), module.__dict__
     if methods.isdisjoint(own):
@@ -130,14 +146,15 @@ def replaced(module: nn.Module) -> str | None:
 
 @cache
 def _methods(kind: type) -> frozenset[str]:
+    """Return the names of the methods that a class and its bases below `nn.Module` define."""
     above = kind.__mro__[: kind.__mro__.index(nn.Module)]
     found = {name for each in above for name, value in vars(each).items() if callable(value)}
     return frozenset({"forward", *(name for name in found if not name.startswith("__"))})
 
 
 class Watch:
-    """What a call of a model runs: its modules, their classes, which of them have hooks or replaced methods. What was
-    prepared for one call, such as a captured graph, is not for a call after a change.
+    """Detects changes in what a model's call runs: its modules, their classes, hooks and replaced methods.
+    After a change, anything prepared for an earlier call, such as a captured graph, must not be used.
     """
 
     def __init__(self, root: nn.Module) -> None:
@@ -146,20 +163,23 @@ class Watch:
         self.before = self._now()
 
     def _now(self) -> tuple[object, ...]:
+        """Return a snapshot of which hooks, replaced methods and classes the modules have."""
         hooked = [bool(hooks) for hooks in self.hooks] if any(self.hooks) else None
         return hooked, [*map(replaced, self.modules)], [*map(type, self.modules)]
 
     def changed(self) -> bool:
-        """Whether anything is other than when this was made."""
+        """Whether anything has changed since this object was made."""
         return modules_of(self.root) != self.modules or self._now() != self.before
 
 
 def _sharding_alone(module: nn.Module) -> bool:
+    """Whether all hooks of a module were added by FSDP."""
     return all(_of_fsdp(hook) for hooks in hooks_of(module) for hook in hooks.values())
 
 
 def _of_fsdp(defined: Any) -> bool:
-    # A method that FSDP wraps has the name of the method's module, and the globals of FSDP's.
+    """Whether a function, method or class is defined by FSDP."""
+    # A method wrapped by FSDP has the original method's `__module__` but the globals of FSDP's module.
     scope = getattr(getattr(defined, "__func__", defined), "__globals__", {}).get("__name__", "")
     return any(
         name.startswith("torch.distributed.fsdp") for name in (getattr(defined, "__module__", ""), scope)
@@ -167,23 +187,28 @@ def _of_fsdp(defined: Any) -> bool:
 
 
 def ours(module: nn.Module) -> bool:
-    """Whether a module's class is one of this package, not a subclass made elsewhere. FSDP's change no call."""
+    """Whether a module's class is defined in this package, not a subclass from elsewhere. Classes made by
+    FSDP are ignored.
+    """
     kind: Any = type(module)
     return _ours(kind)
 
 
 @cache
 def _ours(kind: type) -> bool:
+    """Whether a class is defined in this package, ignoring classes made by FSDP. The cached part of `ours`."""
     first = next(each for each in kind.__mro__ if not _of_fsdp(each))
     return first.__module__.startswith("remanence.")
 
 
 def overridden(module: nn.Module, method: str, names: tuple[str, ...] | None = None) -> str | None:
-    """What a subclass made elsewhere overrides without overriding `method`, which describes or replaces it: a mixer
-    with another `forward` is not decoded by its parent's `decoder`. None if there is nothing.
+    """Return the name of a method that a subclass from outside this package overrides without overriding
+    `method`, or None.
 
-    Only `names` count, if given. Otherwise all do that a base class has, but costs, checks and initialisation, which
-    change no result.
+    `method` describes or replaces the other methods, so it would no longer be right: for example, a mixer
+    with a new `forward` must not be decoded by its parent's `decoder`. Only `names` are considered, if given.
+    Otherwise every name that a base class has is considered, except costs, checks and initialisation, which
+    do not change results.
     """
     kind: Any = type(module)
     return _overridden(kind, method, names)
@@ -191,6 +216,7 @@ def overridden(module: nn.Module, method: str, names: tuple[str, ...] | None = N
 
 @cache
 def _overridden(kind: type, method: str, names: tuple[str, ...] | None) -> str | None:
+    """The cached part of `overridden`."""
     for index, each in enumerate(kind.__mro__):
         if method in vars(each) or each.__module__.startswith("remanence."):
             return None
@@ -203,15 +229,18 @@ def _overridden(kind: type, method: str, names: tuple[str, ...] | None) -> str |
 
 
 _CALLS = ("__call__", "__getattr__", "__getattribute__")
+"""Special methods that change the result of a call."""
 _HARMLESS = {
     *("State", "activation_bytes", "check", "decoder", "extra_repr", "flops", "has_memory", "needs_unigrams"),
     *("reset_own_parameters", "reset_parameters", "capture_unsupported_reason", "decode_unsupported_reason"),
 }
+"""Names whose override does not change the result of a call."""
 
 
 def described(module: nn.Module, method: str) -> set[nn.Module]:
-    """The modules of which a method of `module` knows what they are: those inside it, if a class made elsewhere defines
-    the method; itself, if the method is one of this package, which cannot know what others put inside.
+    """Return the modules that a method of `module` is responsible for. If a class outside this package
+    defines the method, these are the module and all modules inside it. If this package defines it, only the
+    module itself, because other code may have put unknown modules inside.
     """
     kind: Any = type(module)
     here = getattr(kind, method).__module__.startswith("remanence.")
@@ -219,7 +248,9 @@ def described(module: nn.Module, method: str) -> set[nn.Module]:
 
 
 def check_transforms() -> None:
-    """That a memory is not called inside a transform it cannot run in: those of torch.func, and torch.jit.trace."""
+    """Raise RuntimeError if a memory is called inside a transform that it does not support: torch.func or
+    torch.jit.trace.
+    """
     if torch.compiler.is_compiling():
         return
     if torch._C._functorch.peek_interpreter_stack() is not None:

@@ -1,4 +1,6 @@
-"""Fields changed from the command line, as ``--model.memory.net=titans``: split, parsed, applied. Imports no torch."""
+"""Config fields changed on the command line, such as ``--model.memory.net=titans``: split, parse and apply
+them. Imports no torch.
+"""
 
 from __future__ import annotations
 
@@ -14,17 +16,20 @@ Override = tuple[str, str]
 """A dotted name and the text of its new value: ``("optimizer.lr", "3e-4")``."""
 Overrides = tuple[Override, ...]
 Changes = dict[str, str]
+"""Overrides by name: the dotted name and the text of its new value."""
 
 K = 1024
 EXPECTED = {int: "an integer (1K is 1,024, 1M is 1K times 1K)", float: "a number", bool: "true or false"}
+"""Descriptions of the types for error messages."""
 BOOLEANS = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}
+"""The texts accepted for a boolean."""
 
 
 def split_overrides(args: Sequence[str], options: Iterable[str], owner: str) -> tuple[list[str], Overrides]:
-    """Separate a command's own arguments from ``--field=value`` overrides.
+    """Separate a command's own arguments from ``--field=value`` overrides, and return both.
 
-    `options` are the names of the command's own options, without dashes. `owner` says in an error what the fields
-    belong to.
+    `options` are the names of the command's own options, without dashes. `owner` is what the fields belong
+    to, for error messages.
     """
     own = {"-h", *(f"--{name}" for name in options)}
     rest, overrides = [], []
@@ -41,7 +46,7 @@ def split_overrides(args: Sequence[str], options: Iterable[str], owner: str) -> 
 
 
 def split_prefix(overrides: Iterable[Override], prefix: str) -> tuple[Changes, list[Override]]:
-    """The overrides whose names begin with `prefix`, without it, and the others."""
+    """Return the overrides whose names begin with `prefix`, with the prefix removed, and the other overrides."""
     inside, others = {}, []
     for name, value in overrides:
         if name.startswith(prefix):
@@ -52,10 +57,10 @@ def split_prefix(overrides: Iterable[Override], prefix: str) -> tuple[Changes, l
 
 
 def by_owner(overrides: Iterable[Override], settings: Mapping[str, Collection[str]]) -> Mapping[str, Changes]:
-    """Sort overrides by owner, where `settings` are the names that each owner has.
+    """Group overrides by owner. `settings` maps each owner to the names of its settings.
 
-    ``--owner.setting=value`` is for one owner, ``--setting=value`` for every owner that has the setting and no value
-    of its own. If a setting is given twice, the last value counts.
+    ``--owner.setting=value`` applies to one owner. ``--setting=value`` applies to every owner that has this
+    setting and no value of its own. If a setting is given twice, the last value is used.
     """
     own: dict[str, Changes] = {owner: {} for owner in settings}
     shared: dict[str, Changes] = {owner: {} for owner in settings}
@@ -78,7 +83,9 @@ def by_owner(overrides: Iterable[Override], settings: Mapping[str, Collection[st
 
 
 def apply_overrides(config: Any, overrides: Mapping[str, str]) -> dict[str, Any]:
-    """``config.to_dict()`` with dotted fields changed. `config` is a dataclass whose parts may be dataclasses too."""
+    """Return ``config.to_dict()`` with dotted fields changed. `config` is a dataclass that may contain other
+    dataclasses.
+    """
     data: dict[str, Any] = config.to_dict()
     for dotted, text in overrides.items():
         *path, last = dotted.split(".")
@@ -94,7 +101,7 @@ def apply_overrides(config: Any, overrides: Mapping[str, str]) -> dict[str, Any]
 
 
 def differences(ours: Any, theirs: Any, path: str = "") -> Iterator[tuple[str, Any, Any]]:
-    """The dotted names of fields in which two configs, as plain data, differ, with both values."""
+    """Yield the dotted name and both values of every field in which two configs, given as plain data, differ."""
     if isinstance(ours, Mapping) and isinstance(theirs, Mapping):
         for name in sorted({*ours, *theirs}):
             yield from differences(ours.get(name), theirs.get(name), f"{path}.{name}" if path else name)
@@ -103,13 +110,15 @@ def differences(ours: Any, theirs: Any, path: str = "") -> Iterator[tuple[str, A
 
 
 def _check_field(owner: Any, name: str, dotted: str) -> None:
+    """Raise ValueError if the dataclass `owner` has no field `name`. `dotted` is the full name to show."""
     check_choice(f"{dotted}: field of {type(owner).__name__}", name, [each.name for each in fields(owner)])
 
 
 def parse_value(kind: Any, text: str, name: str) -> Any:
-    """Parse text as a type: a number, a boolean, one of several words, none, or a tuple of them joined by commas.
+    """Parse text as the type `kind`: a number, a boolean, one of several words, None, or a tuple of these
+    separated by commas.
 
-    An error begins with `name`, the argument that the text was given for.
+    `name` is the argument name to show in error messages.
     """
     origin, options = get_origin(kind), get_args(kind)
     if origin is tuple:
@@ -138,13 +147,13 @@ def parse_value(kind: Any, text: str, name: str) -> Any:
 
 
 def parse_length(text: str) -> int:
-    """An integer, as 4096, 4K or 1M."""
+    """Parse an integer such as 4096, 4K or 1M."""
     factor = {"K": K, "M": K * K}.get(text[-1:].upper(), 1)
     return int(text if factor == 1 else text[:-1]) * factor
 
 
 def format_length(length: float, separator: str = "") -> str:
-    """A length as people write it: 4K, 1M, or the number itself if it is no multiple of 1K."""
+    """Format a length as 4K or 1M, or as the plain number if it is not a multiple of 1K."""
     for unit, size in (("M", K * K), ("K", K)):
         if length >= size and length % size == 0:
             return f"{int(length // size)}{unit}"

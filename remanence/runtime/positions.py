@@ -1,4 +1,4 @@
-"""Where rows stand in their documents: integers on a device, with a copy on the host where it is known."""
+"""Positions of rows in their documents: integers on a device, with a copy on the host if it is known."""
 
 from __future__ import annotations
 
@@ -10,14 +10,15 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 
 class Position(Tensor):
-    """Tokens that each row has read ``[r]``, on a device other than the CPU, and the same integers on the host: code
-    that decides by them does not wait for the device.
+    """The number of tokens that each row has read ``[r]``, on a device other than the CPU, with a copy on the
+    host. Code that branches on positions then does not wait for the device.
 
-    Whatever is computed from it is a plain tensor, and so is what files and copies of other processes hold. It is never
+    Results computed from it are plain tensors, and so are copies in files and other processes. It is never
     changed in place.
     """
 
     host: list[int]
+    """The same integers on the host."""
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -28,7 +29,9 @@ class Position(Tensor):
 
 
 def with_host_copy(position: Tensor, host: list[int]) -> Tensor:
-    """A position ``[r]`` as a `Position`, if it is not on the CPU, where reading it costs nothing."""
+    """Return a position ``[r]`` as a `Position` with its host copy. On the CPU it is returned unchanged,
+    because reading it there costs nothing.
+    """
     if torch.compiler.is_compiling() or position.device.type == "cpu":
         return position
     known = position.as_subclass(Position)
@@ -37,8 +40,11 @@ def with_host_copy(position: Tensor, host: list[int]) -> Tensor:
 
 
 def host_copy(position: Tensor) -> list[int] | None:
-    """The integers of a position if the host has them: of a `Position`, or on the CPU. (So what runs on a CPU does not
-    depend on how a state came to be, and a run that is resumed gives the bits of one that was not stopped.)
+    """Return the integers of a position if the host knows them (a `Position`, or any tensor on the CPU), else
+    None.
+
+    On a CPU the result does not depend on how the state was made, so a resumed run gives the same bits as one
+    that was never stopped.
     """
     if torch.compiler.is_compiling() or isinstance(position, FakeTensor):
         return None
@@ -48,13 +54,15 @@ def host_copy(position: Tensor) -> list[int] | None:
 
 
 def positions_of(position: Tensor) -> list[int]:
-    """The integers of a position; read from the device if the host does not have them."""
+    """Return the integers of a position. They are read from the device if the host does not have a copy."""
     known = host_copy(position)
     return position.tolist() if known is None else known
 
 
 def advance_position(position: Tensor, counts: Tensor | int) -> Tensor:
-    """A position after `counts` more tokens; the host still knows it if all rows read as many."""
+    """Return a position after `counts` more tokens. The host copy is kept if `counts` is an integer, the same
+    for all rows.
+    """
     known = host_copy(position)
     after = position + counts
     if known is None or not isinstance(counts, int):
@@ -63,13 +71,13 @@ def advance_position(position: Tensor, counts: Tensor | int) -> Tensor:
 
 
 def is_aligned(position: Tensor, size: int) -> bool:
-    """Whether the host knows that all rows stand at a multiple of `size` tokens."""
+    """Whether the host knows that the positions of all rows are multiples of `size`."""
     known = host_copy(position)
     return known is not None and all(number % size == 0 for number in known)
 
 
 def copy_host(copy: Tensor, position: Tensor) -> Tensor:
-    """A copy of a state's tensor; of a position, with what the host knows of it."""
+    """Return `copy`, a copy of a state's tensor. If the tensor is a position, its host copy is attached."""
     if position.dtype != torch.int64 or position.dim() != 1 or copy is position:
         return copy
     known = host_copy(position)

@@ -1,4 +1,6 @@
-"""Calls whose rows stand at different positions: cut where each row's segments end, and joined again."""
+"""Split calls whose rows are at different positions where each row's segments end, and join the results
+again.
+"""
 
 from __future__ import annotations
 
@@ -11,8 +13,10 @@ from torch import Tensor
 
 
 class SegmentPart(NamedTuple):
-    """Some of a call's tokens, at most one segment of each row: where they are, their offsets if packed, and each row's
-    count.
+    """Part of a call's tokens, with at most one segment of each row.
+
+    `where` is a slice of the token axis, or an index into the flattened call. `offsets` are the row borders
+    if the part is packed, else None. `counts` is the number of tokens of each row.
     """
 
     where: slice | Tensor
@@ -21,16 +25,17 @@ class SegmentPart(NamedTuple):
 
 
 class SegmentSplit:
-    """A call ``[b t ...]`` cut where its rows' segments of `size` tokens end; `opened` tokens of each were read before.
+    """A call ``[b t ...]`` split where its rows' segments of `size` tokens end. `opened` is the number of
+    tokens that each row has already read of its current segment.
 
-    If all rows stand alike, the parts are slices of the call. Otherwise each part is packed: its rows one behind the
-    other.
+    If all rows are at the same place, the parts are slices of the call. Otherwise each part is packed: its
+    rows are concatenated.
     """
 
     def __init__(self, x: Tensor, offsets: list[int] | None, opened: list[int], size: int) -> None:
         self.x, (self.batch, self.tokens) = x, x.shape[:2]
         self.parts: list[SegmentPart] = []
-        self.slices: dict[int, Tensor] = {}  # split at once: a slice's gradient is as long as the whole call
+        self.slices: dict[int, Tensor] = {}  # one split, as each slice's gradient would be call-sized
         self.uniform = offsets is None and len(set(opened)) == 1
         if self.uniform:
             borders = [0, *range(size - opened[0], self.tokens, size), self.tokens]
@@ -59,13 +64,13 @@ class SegmentSplit:
         return iter(self.parts)
 
     def take(self, part: SegmentPart, x: Tensor | None = None) -> Tensor:
-        """A part of the call, or of another tensor with the same rows and tokens."""
+        """Return a part of the call, or of another tensor with the same rows and tokens."""
         if isinstance(part.where, slice):
             return self.slices[part.where.start] if x is None else x[:, part.where]
         return (self.x if x is None else x).flatten(0, 1).index_select(0, part.where).unsqueeze(0)
 
     def join(self, pieces: list[Tensor]) -> Tensor:
-        """What was made of each part, in the call's order."""
+        """Join one result per part and return them in the order of the call's tokens."""
         joined = torch.cat(pieces, 1)
         if self.uniform:
             return joined

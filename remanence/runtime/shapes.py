@@ -1,14 +1,15 @@
-"""The axis legend: what each letter in a shape means.
+"""The axis legend: the meaning of each letter in a shape.
 
-Shapes are written the same way in annotations, ``Float[Tensor, "b t h e"]``, and in docstrings, ``[b t h e]``. An axis
-that is written as a word (``width``, ``keys``) means what it says. One or two letters are listed here. `AXES` holds
-everywhere, `ROOM_AXES` only in one room of the package.
+Shapes are written the same way in annotations, ``Float[Tensor, "b t h e"]``, and in docstrings, ``[b t h
+e]``. An axis written as a word (``width``, ``keys``) means that word. Axes of one or two letters are listed
+here. `AXES` applies everywhere, `ROOM_AXES` only within one subpackage.
 
-Arithmetic is written out: ``r+1``, ``c-1``, ``b*t``, and ``pf`` for p times f. A prime marks a part of an axis: ``c'``
-is the last tokens of a chunk. ``#r`` is r or 1, ``*a`` and ``...`` are any axes in front. Capitals in kernels are the
-kernel's own constants.
+Arithmetic is written out: ``r+1``, ``c-1``, ``b*t``, and ``pf`` for p times f. A prime marks a part of an
+axis: ``c'`` is the last tokens of a chunk. ``#r`` is r or 1; ``*a`` and ``...`` are any number of leading
+axes. Capital letters in kernels are constants of that kernel.
 
-People read the legend. The tests check that annotations are true, and that every letter in use is listed.
+The legend is for readers. Tests check the annotations against real shapes, and that every letter in use is
+listed.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ AXES: dict[str, str] = {
     "l": "layers that have a memory",
     "a": "any axes in front",
 }
+"""Axes with the same meaning in the whole package."""
 
 ROOM_AXES: dict[str, dict[str, str]] = {
     "ops": {
@@ -44,3 +46,4 @@ ROOM_AXES: dict[str, dict[str, str]] = {
     "layers": {"p": "persistent tokens", "C": "tokens in a full segment"},
     "mixers": {"w": "tokens in a window"},
 }
+"""Axes with a meaning in one subpackage only, by the subpackage's name."""

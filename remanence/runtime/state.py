@@ -1,4 +1,6 @@
-"""States: typed tuples of tensors with one row per document, which one call returns and the next one takes."""
+"""States: typed tuples of tensors with one row per document. One call returns a state and the next call takes
+it.
+"""
 
 from __future__ import annotations
 
@@ -12,8 +14,8 @@ from remanence.runtime.positions import copy_host, host_copy, positions_of, with
 
 
 def needs_grad(tensors: Iterable[Tensor | None]) -> bool:
-    """Whether autograd records what is computed from these tensors. (A loop, because torch 2.11 does not compile a
-    generator that is not exhausted.)
+    """Whether autograd records operations on these tensors. (Written as a loop, because torch 2.11 cannot
+    compile a generator that is not exhausted.)
     """
     if torch.is_grad_enabled():
         for tensor in tensors:
@@ -23,6 +25,7 @@ def needs_grad(tensors: Iterable[Tensor | None]) -> bool:
 
 
 def _map(function: Callable[[Tensor], Tensor], node: Any) -> Any:
+    """Apply a function to every tensor of a nested tuple and return the same structure."""
     if isinstance(node, Tensor):
         return function(node)
     if node is None:
@@ -32,13 +35,14 @@ def _map(function: Callable[[Tensor], Tensor], node: Any) -> Any:
 
 
 def _tensors(node: Any) -> list[Tensor]:
+    """Return all tensors of a nested tuple in order."""
     if isinstance(node, Tensor):
         return [node]
     return [] if node is None else [tensor for child in node for tensor in _tensors(child)]
 
 
 def _shown(node: Any) -> str:
-    """A state as text, without its numbers: a line for each field, parts indented."""
+    """Format a state without its numbers: one line per field, with nested states indented."""
     if isinstance(node, Tensor):
         dtype = str(node.dtype).removeprefix("torch.")
         return f"{dtype}{list(node.shape)} {node.device}"
@@ -52,6 +56,7 @@ def _shown(node: Any) -> str:
 
 
 def _concat(nodes: Sequence[Any]) -> Any:
+    """Concatenate nested tuples of the same structure along their rows."""
     first = nodes[0]
     if isinstance(first, Tensor):
         return torch.cat(list(nodes))
@@ -61,6 +66,7 @@ def _concat(nodes: Sequence[Any]) -> Any:
 
 
 def _at(node: Any, position: list[int]) -> Any:
+    """Apply `TensorTuple.at` to every state in a nested tuple."""
     if isinstance(node, TensorTuple):
         return node.at(position)
     if not isinstance(node, tuple):
@@ -70,7 +76,9 @@ def _at(node: Any, position: list[int]) -> Any:
 
 
 def parts(node: Any, path: str = "") -> Iterator[tuple[str, TensorTuple]]:
-    """Every `TensorTuple` of a state, itself included, with its path: ``blocks.0.memory``."""
+    """Yield every `TensorTuple` in a state, including the state itself, with its path such as
+    ``blocks.0.memory``.
+    """
     if isinstance(node, TensorTuple):
         yield path, node
     if isinstance(node, tuple):
@@ -80,10 +88,11 @@ def parts(node: Any, path: str = "") -> Iterator[tuple[str, TensorTuple]]:
 
 
 class TensorTuple:
-    """Methods for a named tuple of tensors (or of such tuples) whose first axis is always the state's rows.
+    """Base class with methods for a named tuple of tensors or of other such tuples. The first axis of every
+    tensor is the row.
 
-    A state that is more than its tensors says so itself: which fields grow with the text, which may hold minus
-    infinity, and whether its numbers agree with the tokens read. Memory files ask.
+    A state class describes itself for memory files: which fields grow with the text, which fields may hold
+    minus infinity, and whether its values are consistent with the number of tokens read.
     """
 
     __slots__ = ()
@@ -92,34 +101,41 @@ class TensorTuple:
         super().__init_subclass__(**kwargs)
         if "__repr__" not in cls.__dict__:
             cls.__repr__ = TensorTuple.__repr__  # type: ignore[method-assign]  # not the NamedTuple's
-        # A state holds tensors and such tuples only, so torch.load(..., weights_only=True) may build it.
+        # A state contains only tensors and tuples, so torch.load(..., weights_only=True) may build it.
         torch.serialization.add_safe_globals([cls])
 
     def __repr__(self) -> str:
-        """The fields' dtypes, shapes and devices, not their numbers."""
+        """Return the fields' dtypes, shapes and devices, without their numbers."""
         shown = _shown(self)
         return f"{shown[:-1]}  nbytes={self.nbytes:,},\n)"
 
     minus_infinity: ClassVar[tuple[str, ...]] = ()
-    """Fields in which minus infinity is a proper number, such as the logarithm of a closed gate."""
+    """Names of the fields in which minus infinity is a valid value, such as the logarithm of a closed gate.
+    """
 
     def growing(self) -> tuple[str, ...]:
-        """Fields whose second axis grows with the text, an entry for every token read."""
+        """Return the names of the fields whose second axis has one entry for every token read."""
         return ()
 
     def agrees(self, read: Tensor) -> Tensor | bool:
-        """Whether each row ``[r]`` can be the state of a text of so many tokens ``[r]``; parts are asked themselves."""
+        """Whether the state of each row is consistent with having read this many tokens ``[r]``. Nested
+        states are checked by their own method.
+        """
         return True
 
     def crop(self, tokens: int) -> Self:
-        """The state before each row's last `tokens` tokens were read, where that can be told from the state."""
+        """Return the state as it was before each row's last `tokens` tokens. Raises ValueError if this state
+        type cannot be rewound.
+        """
         if tokens:
             name = type(self).__name__
             raise ValueError(f"tokens: expected 0, as {name} does not know what it was before, got {tokens}")
         return self
 
     def at(self, position: list[int]) -> Self:
-        """The same state, its rows known on the host to be at these positions: so is every field named `position`."""
+        """Return the same state with these positions stored on the host for its rows. Applies to every field
+        named `position`, also in nested states.
+        """
         node: Any = self
         made = type(node)(*[_at(child, position) for child in node])
         return (
@@ -129,21 +145,25 @@ class TensorTuple:
         )
 
     def map(self, function: Callable[[Tensor], Tensor]) -> Self:
+        """Return the state with `function` applied to every tensor."""
         return _map(function, self)
 
     def tensors(self) -> list[Tensor]:
+        """Return all tensors of the state, including nested states, in order."""
         return _tensors(self)
 
     def detach(self) -> Self:
+        """Return the state with its floating-point tensors detached from the autograd graph."""
         return self.map(lambda tensor: tensor.detach() if tensor.is_floating_point() else tensor)
 
     def clone(self) -> Self:
         return self.map(lambda tensor: copy_host(tensor.clone(), tensor))
 
     def to(self, *args: Any, **kwargs: Any) -> Self:
-        """To a device, a floating-point dtype, or both, with the arguments of ``torch.nn.Module.to``:
-        ``state.to("cuda")``, ``state.to(torch.float64)``. Integers and booleans keep their dtype. A memory's part is
-        float32, or float64 in a float64 model; another dtype is refused by the call that reads on from the state.
+        """Return the state on a device, in a floating-point dtype, or both, with the arguments of
+        ``torch.nn.Module.to``: ``state.to("cuda")``, ``state.to(torch.float64)``. Integers and booleans keep
+        their dtype. A memory's state must be float32, or float64 in a float64 model; the next call that takes
+        the state raises an error for other dtypes.
         """
         device, dtype, non_blocking, _ = torch._C._nn._parse_to(*args, **kwargs)
         if dtype is not None and not dtype.is_floating_point:
@@ -157,25 +177,27 @@ class TensorTuple:
 
     @property
     def nbytes(self) -> int:
+        """The size of all tensors of the state in bytes."""
         return sum(tensor.nbytes for tensor in self.tensors())
 
     def rows(self, index: int | slice | Sequence[int] | Tensor) -> Self:
-        """The chosen rows, in the order given, as a state of their own."""
+        """Return a state with the chosen rows, in the given order."""
         if isinstance(index, int) or (isinstance(index, Tensor) and index.dim() == 0):
             index = [int(index)]
         return self.map(lambda tensor: tensor[index])
 
     @classmethod
     def concat(cls, states: Sequence[Self]) -> Self:
-        """Several states as one, row after row."""
+        """Return one state with the rows of all states, in order."""
         if not states:
             raise ValueError("states: expected at least one state to concatenate, got none")
         return cls(*[_concat(children) for children in zip(*states, strict=True)])
 
 
 def roll_history(past: Tensor, new: Tensor) -> Tensor:
-    """A history ``[r s ...]``, newest entry last, with new entries appended and as many of the oldest dropped. Never a
-    view, which would keep the tensors of a whole call alive.
+    """Return a history ``[r s ...]``, newest entry last, with `new` appended and as many of the oldest
+    entries dropped. The result is never a view, because a view would keep the tensors of a whole call in
+    memory.
     """
     length, count = past.shape[1], new.shape[1]
     if count >= length:
@@ -184,13 +206,17 @@ def roll_history(past: Tensor, new: Tensor) -> Tensor:
 
 
 def rewind(past: Tensor, tokens: int) -> Tensor:
-    """A history ``[r s ...]``, newest entry last, without its last `tokens` entries; zeros fill the oldest places."""
+    """Return a history ``[r s ...]``, newest entry last, without its last `tokens` entries. Zeros are added
+    at the oldest end.
+    """
     removed = min(tokens, past.shape[1])
     return torch.cat([torch.zeros_like(past[:, :removed]), past[:, : past.shape[1] - removed]], 1)
 
 
 def where(rows: list[bool] | Tensor, new: Any, old: Any) -> Any:
-    """Each row from the one tree of tensors or the other; which, the host knows, or the device."""
+    """Select each row from `new` where `rows` is true, else from `old`. Both are nested tuples of tensors.
+    `rows` is a list on the host or a tensor on the device.
+    """
     if isinstance(rows, list) and all(rows):
         return new
     if isinstance(new, Tensor):

@@ -1,1 +1,1 @@
-"""What a model can be asked. Each file holds a task's generators and its scoring, for training and evaluation."""
+"""Tasks for models. Each file contains a task's data generators and its scoring, for training and evaluation."""

@@ -1,4 +1,4 @@
-"""Answers of a model and their scores."""
+"""A model's answers and their scores."""
 
 from __future__ import annotations
 
@@ -7,8 +7,10 @@ from typing import NamedTuple
 
 
 class Likelihood(NamedTuple):
-    """Of a text after another: the log of its probability, whether each of its tokens was the likeliest, and if so the
-    text of the likeliest token after it.
+    """The likelihood of a text that follows another text.
+
+    `log` is the log-probability. `greedy` tells whether each token was the most likely one; if so, `after` is
+    the text of the most likely next token.
     """
 
     log: float
@@ -16,24 +18,28 @@ class Likelihood(NamedTuple):
     after: str = ""
 
     def states(self, value: str) -> bool:
-        """Whether the likeliest text is the one that was scored, and `value`, which it ends with, ends there."""
+        """Whether the scored text is the most likely text, and `value`, with which it ends, is complete
+        there.
+        """
         return self.greedy and states(value + self.after, value)
 
 
 class Answer(NamedTuple):
-    """The generated text, and how likely each of the options was."""
+    """The generated text, and the likelihood of each option."""
 
     said: str
     options: list[Likelihood]
 
     @property
     def ranked(self) -> list[int]:
-        """The options' indices, the likeliest first. Of equal ones the last comes first: it is never the right one."""
+        """The indices of the options, the most likely first. Of equal options the last comes first, because
+        it is never the right one.
+        """
         order = range(len(self.options) - 1, -1, -1)
         return sorted(order, key=lambda index: -self.options[index].log)
 
 
 def states(said: str, value: str) -> bool:
-    """Whether a text states a value that also ends there: "13608", "136.5" and "136,000" do not state 136."""
+    """Whether a text states a value completely: "13608", "136.5" and "136,000" do not state 136."""
     pattern = rf"(?<!\w)(?<!\d[.,]){re.escape(value)}(?!\w)(?![.,:-]\d)"
     return re.search(pattern, said, re.IGNORECASE) is not None

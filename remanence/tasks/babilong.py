@@ -1,4 +1,6 @@
-"""BABILong: the facts of a bAbI story hidden, in order, in a book of an exact length, then its question."""
+"""BABILong: the facts of a bAbI story hidden, in order, in a book text of an exact length, followed by a
+question.
+"""
 
 from __future__ import annotations
 
@@ -21,42 +23,49 @@ from remanence.tasks.haystack import Encode, Haystack, hide, max_tokens
 from remanence.tokenizers.tokens import Tokenizer, pair_tokens
 
 ALL = tuple(f"qa{number}" for number in range(1, 21))
+"""The names of all bAbI tasks."""
 ORDERED = ("qa19",)
 """Tasks whose answers are several words in a fixed order."""
 FIND = "https://research.fb.com/downloads/babi (tasks_1-20_v1-2)"
+"""Where to download bAbI, for error messages."""
 PROMPT = "\nAnswer:"
+"""The text between a question and its answer."""
 HAYSTACK_ROWS = 256
-"""Rows that a training haystack has text for, if there is so much of it."""
+"""The number of rows for which a training haystack holds text, if the books have enough."""
 
 
 class Story(NamedTuple):
+    """A question of a bAbI story, the facts before it, and its answer."""
+
     facts: list[str]
     question: str
     answer: str
 
     @property
     def shot(self) -> str:
-        """The story with its answer, as an example before the question proper."""
+        """The story with its question and answer, used as an example before the actual question."""
         return f"{' '.join(self.facts)}{self.query}{PROMPT} {self.answer}\n\n"
 
     @property
     def query(self) -> str:
+        """The question as it appears in the text."""
         return f"\nQuestion: {self.question}"
 
     def size(self, encode: Encode) -> int:
-        """The tokens of its facts and its question, at most."""
+        """Return the maximum number of tokens of the facts and the question."""
         return len(encode(self.query)) + sum(max_tokens(encode, fact) for fact in self.facts)
 
     def hide(self, hay: Haystack, room: int, rng: np.random.Generator) -> np.ndarray:
-        """Exactly `room` tokens of hay with the facts in it, in their order, at random depths."""
+        """Return exactly `room` tokens of book text with the facts inserted in their order at random depths."""
         depths = sorted(rng.random(len(self.facts)).tolist())
         return hide(hay, self.facts, depths, room, rng)
 
 
 def read_stories(name: str, source: str | None, task: str, split: str) -> list[Story]:
-    """The stories of a task, from bAbI's folder or archive, or from a dataset ``hf:NAME`` with BABILong's columns (0k).
+    """Read the stories of a task from bAbI's folder or archive, or from a dataset ``hf:NAME`` with BABILong's
+    columns (0k).
 
-    `name` is the setting that `source` comes from, for errors.
+    `name` is the setting that `source` comes from, for error messages.
     """
     if source is not None and source.startswith(PREFIX):
         return _hub_stories(name, source, task)
@@ -72,6 +81,7 @@ def read_stories(name: str, source: str | None, task: str, split: str) -> list[S
 
 
 def _hub_stories(name: str, source: str, task: str) -> list[Story]:
+    """Read the stories of a task from a dataset on the hub."""
     found = []
     columns = ("input", "question", "target")
     for part in parts(f"{source}:0k:{task}"):
@@ -84,10 +94,13 @@ def _hub_stories(name: str, source: str, task: str) -> list[Story]:
 
 
 def find_file(name: str, path: Path, task: str, split: str) -> str | None:
-    """The text of a task's file in a folder or an archive, from the folder `en` where there are several."""
+    """Return the text of a task's file in a folder or archive, preferring the folder `en`, or None if there
+    is none.
+    """
     wanted = re.compile(rf"{task}_(?:.*_)?{split}\.txt")
 
     def first(names: list[str]) -> str | None:
+        """Return the best of the names that match, or None."""
         found = [each for each in names if wanted.fullmatch(Path(each).name)]
         return min(found, key=lambda each: (Path(each).parent.name != "en", len(each), each), default=None)
 
@@ -105,7 +118,7 @@ def find_file(name: str, path: Path, task: str, split: str) -> str | None:
 
 
 def parse_stories(text: str) -> Iterator[Story]:
-    """Every question of a bAbI file with the facts before it in its story."""
+    """Yield every question of a bAbI file with the facts that precede it in its story."""
     facts: list[str] = []
     for line in text.splitlines():
         number, _, rest = line.partition(" ")
@@ -119,9 +132,9 @@ def parse_stories(text: str) -> Iterator[Story]:
 
 
 class Babilong:
-    """Training rows: a story hidden in books as the evaluation hides others, its question, the answer and a newline.
+    """Training rows: a story hidden in book text as in evaluation, its question, the answer and a newline.
 
-    Only the answer and the newline are targets. Every row has exactly the length given.
+    Only the answer and the newline are targets. Every row has exactly `length` tokens.
     """
 
     def __init__(
@@ -137,7 +150,7 @@ class Babilong:
     ) -> None:
         self.tokenizer, self.length, self.batch = tokenizer, length, batch
         self.seed, self.rank, self.world = seed, rank, world
-        self.encode = cache(tokenizer.encode)  # bAbI has few different sentences
+        self.encode = cache(tokenizer.encode)  # cached, as bAbI has few different sentences
         self.stories = []
         for task, own in stories.items():
             sizes = [story.size(self.encode) + sum(map(len, self._end(story))) for story in own]
@@ -148,10 +161,11 @@ class Babilong:
         self.hay = Haystack.of("data.books", sentences, tokenizer, length, HAYSTACK_ROWS)
 
     def _end(self, story: Story) -> tuple[list[int], list[int]]:
+        """Return the tokens of the prompt and of the answer with its newline."""
         return pair_tokens(self.tokenizer, PROMPT, f" {story.answer}\n")
 
     def row(self, rng: np.random.Generator) -> tuple[np.ndarray, int]:
-        """A row's tokens, and the length of the answer at its end."""
+        """Draw a row; return its tokens and the number of answer tokens at its end."""
         own = self.stories[rng.integers(len(self.stories))]
         story = own[rng.integers(len(own))]
         prompt, answer = self._end(story)
@@ -159,13 +173,16 @@ class Babilong:
         return np.concatenate([story.hide(self.hay, self.length - len(end), rng), end]), len(answer)
 
     def step(self, number: int) -> Batch:
+        """Return the batch of a step."""
         rng = step_rng(self.seed, number)
         drawn = [self.row(rng) for _ in range(self.batch * self.world)][rank_rows(self.batch, self.rank)]
         return answer_batch([tokens for tokens, _ in drawn], [length for _, length in drawn])
 
 
 class Questions:
-    """Held-out samples: test stories in a book, after some training stories with their answers (shots)."""
+    """Evaluation samples: test stories hidden in a book, after some training stories with their answers
+    (shots).
+    """
 
     def __init__(
         self,
@@ -177,11 +194,13 @@ class Questions:
     ) -> None:
         self.stories, self.hay, self.seed = stories, hay, seed
         self.shots = {task: "".join(story.shot for story in own) for task, own in shots.items()}
-        self.encode = cache(tokenizer.encode)  # bAbI has few different sentences
+        self.encode = cache(tokenizer.encode)  # cached, as bAbI has few different sentences
         self.fitting: dict[tuple[str, int], list[Story]] = {}
 
     def sample(self, unit: Mapping[str, Any]) -> tuple[np.ndarray, Story]:
-        """A unit's text up to the question, of exactly its length with the prompt, and its story."""
+        """Return the tokens of a sample up to its question, and its story. Together with the prompt, the
+        tokens have exactly the length in `unit`; length 0 means the story without a book.
+        """
         rng, task, length = unit_rng(self.seed, unit), unit["qa"], unit["length"]
         start, prompt = self.encode(self.shots.get(task, "")), self.encode(PROMPT)
         story = self._story(task, unit["sample"], length, length and length - len(start) - len(prompt))
@@ -194,6 +213,9 @@ class Questions:
         return np.concatenate([np.array(start, np.int32), middle, np.array(end, np.int32)]), story
 
     def _story(self, task: str, index: int, length: int, room: int) -> Story:
+        """Return a task's story number `index` among those that fit into `room` tokens. Raises ValueError if
+        there are fewer.
+        """
         fitting = self._fitting(task, room)
         if index >= len(fitting):
             all_fit = len(fitting) == len(self.stories[task])
@@ -204,9 +226,10 @@ class Questions:
         return fitting[index]
 
     def _fitting(self, task: str, room: int) -> list[Story]:
-        """A task's stories that fit into so many tokens (0: all).
+        """Return a task's stories that fit into `room` tokens, or all if `room` is 0.
 
-        Their order depends on the seed and the task alone, so that every length asks the same ones as far as they fit.
+        The order depends only on the seed and the task, so every length asks the same questions as far as
+        they fit.
         """
         if (task, room) not in self.fitting:
             rng = np.random.Generator(np.random.Philox(key=[self.seed, ALL.index(task)]))
@@ -218,12 +241,14 @@ class Questions:
         return self.fitting[task, room]
 
     def options(self, task: str, right: str) -> list[str]:
-        """All answers of a task, the right one first."""
+        """Return all possible answers of a task, with the right one first."""
         return [right, *sorted({story.answer for story in self.stories[task]} - {right})]
 
 
 def score(task: str, story: Story, answer: Answer, options: Sequence[str]) -> dict[str, bool | int | str]:
-    """Whether the generated text gives the answer, and whether the answer is the likeliest of the options."""
+    """Score an answer: whether the generated text gives the answer ("right"), and whether the answer is the
+    most likely of the options ("chosen").
+    """
     return {
         "right": is_right(story, answer.said, options, ordered=task in ORDERED),
         "chosen": answer.ranked[0] == 0,
@@ -234,10 +259,11 @@ def score(task: str, story: Story, answer: Answer, options: Sequence[str]) -> di
 
 
 def is_right(story: Story, said: str, options: Sequence[str], *, ordered: bool) -> bool:
-    """Whether the text, up to its first sentence or line end, names the answer's words and no other answer's.
+    """Whether the text, up to the end of its first sentence or line, names the words of the answer and of no
+    other answer.
 
-    As in BABILong, words that the question has itself do not count as an answer. The order of a list matters only if
-    `ordered`.
+    As in BABILong, words that occur in the question do not count as an answer. The order of a list matters
+    only if `ordered`.
     """
     said = re.split(r"[.\n]|question:", said.strip().lower())[0]
     words = {word for option in options for word in option.lower().split(",")}
@@ -251,4 +277,5 @@ def is_right(story: Story, said: str, options: Sequence[str], *, ordered: bool) 
 
 
 def _names(text: str, word: str) -> bool:
+    """Whether a text contains a word."""
     return re.search(rf"\b{re.escape(word)}\b", text) is not None

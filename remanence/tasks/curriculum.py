@@ -1,4 +1,6 @@
-"""BABILong training texts with a length curriculum: stories alone, then in longer and longer haystacks."""
+"""BABILong training texts with a length curriculum: first stories alone, then stories in longer and longer
+haystacks.
+"""
 
 from __future__ import annotations
 
@@ -14,19 +16,22 @@ from remanence.tasks.haystack import Haystack
 from remanence.tokenizers.tokens import Tokenizer, pair_tokens
 
 Needles = list[np.ndarray]
-"""What a text tells in order: facts, and questions with their answers. Tokens to be answered are held as ``~token``."""
+"""The facts and the questions with answers of a text, in order, as tokens. Tokens of answers, which are
+targets, are stored as ``~token``.
+"""
 
 
 class Curriculum:
-    """Rows filled with texts of the lengths of a curriculum; of 0, stories without hay.
+    """Rows filled with texts whose lengths follow a curriculum. Length 0 means stories without a haystack.
 
-    A text is a story up to one of its questions, whose answer ends it. In half of them the questions before it are
-    asked and answered on the way, as in bAbI: they are most of what there is to learn from.
+    A text is a story up to one of its questions and ends with the answer. In half of the texts the earlier
+    questions of the story are also asked and answered where they occur, as in bAbI; they provide most of the
+    training signal.
 
-    Every length has an equal part of the steps, in which it is the length of the rows (0 has the shortest other one's).
-    Half of the rows are one text of it, the others filled with texts of a length that is drawn from those up to it, so
-    that a memory also meets what other texts have left in it. Every step has `tokens` tokens, in the more rows the
-    shorter they are. Its batch depends on the seed and the step alone.
+    Each length of the curriculum is the row length for an equal part of the steps (for 0, the shortest other
+    length is). Half of the rows are one text of this length. The others are filled with texts of a length
+    drawn from those up to the current one, so that the memory also meets content left by earlier texts. Every
+    step has `tokens` tokens, so shorter rows mean more rows. A batch depends only on the seed and the step.
     """
 
     def __init__(
@@ -61,6 +66,7 @@ class Curriculum:
         self.hay = Haystack.of("data.books", sentences, tokenizer, longest, HAYSTACK_ROWS)
 
     def step(self, number: int) -> Batch:
+        """Return the batch of a step."""
         stage = min(number * len(self.curriculum) // self.steps, len(self.curriculum) - 1)
         size = self.curriculum[stage] or self.shortest
         rows = self.tokens // size
@@ -71,7 +77,8 @@ class Curriculum:
         return plain_batch(tokens, targets)
 
     def _row(self, stage: int, size: int, number: int, row: int) -> np.ndarray:
-        counter = [0, 0, row, 2]  # `train/initial_state.py` has a 1 in the last place
+        """Draw one row of `size` tokens."""
+        counter = [0, 0, row, 2]  # `train/initial_state.py` uses 1 in the last place
         rng = np.random.Generator(np.random.Philox(key=[self.seed, number], counter=counter))
         length = self.curriculum[stage if rng.random() < 0.5 else int(rng.integers(stage + 1))]
         if not length:
@@ -79,13 +86,14 @@ class Curriculum:
         return np.concatenate([self._text(length, rng) for _ in range(size // length)])
 
     def _draw(self, length: int, rng: np.random.Generator) -> Needles:
+        """Draw a story that fits into `length` tokens, and return its facts and questions."""
         task, indices = self.fitting[length][rng.integers(len(self.fitting[length]))]
         return self._needles(
             self.stories[task][indices[rng.integers(len(indices))]], bool(rng.random() < 0.5)
         )
 
     def _text(self, length: int, rng: np.random.Generator) -> np.ndarray:
-        """A story in a haystack, `length` tokens in all, with its last question at the end."""
+        """Return a story in a haystack, `length` tokens in all, with its last question at the end."""
         needles = self._draw(length, rng)
         room = length - sum(map(len, needles))
         borders = self.hay.borders
@@ -93,7 +101,7 @@ class Curriculum:
         hay = self.hay.tokens[first : first + room]
         depths = first + (np.sort(rng.random(len(needles) - 1)) * room).astype(
             np.int64
-        )  # of floats it is slow
+        )  # integers, as searching with floats is slow
         places = borders[np.searchsorted(borders, depths, "right") - 1] - first
         parts, last = [], 0
         for place, needle in zip([*places.tolist(), room], needles, strict=True):
@@ -102,7 +110,9 @@ class Curriculum:
         return np.concatenate(parts)
 
     def _stories(self, size: int, rng: np.random.Generator) -> np.ndarray:
-        """A row of stories without a haystack, filled up with book text."""
+        """Return a row of stories without a haystack. The space after the last story is filled with book
+        text.
+        """
         needles: Needles = []
         room = size
         while (needed := sum(map(len, more := self._draw(size, rng)))) <= room:
@@ -112,7 +122,9 @@ class Curriculum:
         return np.concatenate([*needles, self.hay.tokens[start : start + room]])
 
     def _needles(self, told: Sequence[Story], every: bool) -> Needles:
-        """The last story's facts and question; with `every`, the earlier questions where they were asked."""
+        """Return the facts and the question of the last story. With `every`, the earlier questions are
+        included at their places.
+        """
         found: Needles = []
         known = 0
         for story in told if every else told[-1:]:
@@ -122,15 +134,17 @@ class Curriculum:
         return found
 
     def _question(self, query: str, answer: str) -> np.ndarray:
+        """Return the tokens of a question and its answer. The answer's tokens are stored as ``~token``."""
         prompt, end = pair_tokens(self.tokenizer, PROMPT, f" {answer}\n")
         return np.array([*self.tokenizer.encode(query), *prompt, *[~token for token in end]], np.int32)
 
     def _size(self, told: Sequence[Story]) -> int:
+        """Return the number of tokens of a story with all its questions."""
         return sum(map(len, self._needles(told, True)))
 
 
 def _group_questions(stories: Sequence[Story]) -> list[list[Story]]:
-    """Every question, together with the earlier questions of its story."""
+    """Return, for every question, a list of the earlier questions of its story and the question itself."""
     found: list[list[Story]] = []
     for story in stories:
         last = found[-1] if found else []

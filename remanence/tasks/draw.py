@@ -1,4 +1,4 @@
-"""Random draws that depend on a seed and a number or a setting alone, and batches made of drawn rows."""
+"""Random draws that depend only on a seed and a step or setting, and batches made of drawn rows."""
 
 from __future__ import annotations
 
@@ -11,39 +11,45 @@ import torch
 from remanence.data import Batch
 
 IGNORED = -100
-"""The target of a position that does not count in the loss."""
+"""The target at a position that is left out of the loss."""
 HELD_OUT = 2**32
-"""Added to the seed in evaluation, so that no text is one that a model was trained on."""
+"""A number added to the seed in evaluation, so that no evaluation text is drawn in training."""
 
 
 def step_rng(seed: int, step: int) -> np.random.Generator:
-    """The random numbers of one training step. They are the same whenever the step is drawn."""
+    """Return the random generator of one training step. It is the same whenever the step is drawn."""
     return np.random.Generator(np.random.Philox(key=[seed, step]))
 
 
 def ramp_progress(step: int, ramp: int) -> float:
-    """The progress of a warm-up of `ramp` steps, from 0 to 1: quadratic in the step. Without a ramp it is 1."""
+    """Return the progress of a ramp of `ramp` steps, from 0 to 1, as the square of the share of steps done.
+    It is 1 if `ramp` is 0.
+    """
     return min(1.0, step / ramp) ** 2 if ramp else 1.0
 
 
 def unit_rng(seed: int, unit: Mapping[str, object]) -> np.random.Generator:
-    """The random numbers of one evaluation unit, a function of the seed and the unit's setting."""
+    """Return the random generator of one evaluation unit. It depends only on the seed and the unit's
+    settings.
+    """
     digest = hashlib.sha256(f"{seed} {sorted(unit.items())}".encode()).digest()
     return np.random.Generator(np.random.Philox(key=int.from_bytes(digest[:16])))
 
 
 def rank_rows(batch: int, rank: int) -> slice:
-    """The rows of one process, of those drawn for all processes together."""
+    """Return the slice of one process's rows among the rows drawn for all processes."""
     return slice(rank * batch, (rank + 1) * batch)
 
 
 def plain_batch(tokens: np.ndarray, targets: np.ndarray) -> Batch:
-    """A batch of rows of equal length, each a document of its own."""
+    """Return a batch of rows of equal length, each of which is a separate document."""
     return Batch(torch.from_numpy(tokens), torch.from_numpy(targets), None, None, None)
 
 
 def answer_batch(rows: Sequence[np.ndarray], answer_lengths: Sequence[int]) -> Batch:
-    """A batch in which each row ends with its answer. Only the answer's tokens are targets."""
+    """Return a batch in which each row ends with its answer. Only the answers' tokens are targets.
+    `answer_lengths` are in tokens.
+    """
     tokens = np.stack(rows).astype(np.int64)
     targets = np.full_like(tokens, IGNORED)
     for row, length in enumerate(answer_lengths):

@@ -1,5 +1,6 @@
-"""Training data for a memory beside a short attention window: conversations with facts, then a text longer than the
-window, then questions about the facts. Other rows of a batch read texts, which continue from step to step.
+"""Training data for a memory next to a short attention window: conversations that state facts, then a text
+longer than the window, then questions about the facts. Other rows of a batch read texts that continue from
+step to step.
 
 The names in evaluation facts never occur in training.
 """
@@ -55,6 +56,7 @@ FIRST = [
     "Ingrid",
     "Jamal",
 ]
+"""First names of the persons in facts."""
 LAST = [
     "Abbott",
     "Becker",
@@ -87,13 +89,14 @@ LAST = [
     "Drake",
     "Ellison",
 ]
+"""Last names of the persons in facts."""
 HELD_OUT = 5
 """One in this many names is used in evaluation only."""
 
 
 class Kind(NamedTuple):
-    """A kind of fact about a person: templates of the statement, which is also the answer, and of the question, and
-    the possible values.
+    """A kind of fact about a person: a template of the statement, which is also the answer, a template of the
+    question, and the possible values.
     """
 
     statement: str
@@ -102,6 +105,7 @@ class Kind(NamedTuple):
 
 
 def _kind(statement: str, question: str, values: str) -> Kind:
+    """Make a `Kind` from its templates and a comma-separated list of values."""
     return Kind(statement, question, tuple(value.strip() for value in values.split(",")))
 
 
@@ -130,6 +134,7 @@ KINDS = (
           "stamps, coins, maps, shells, clocks, dolls, knives, masks, buttons, posters, feathers, fossils, spoons, "
           "lamps, bottles, keys, postcards, medals, marbles, teapots, mirrors, hats, comics, stones"),
 )  # fmt: skip
+"""The kinds of facts."""
 
 
 class Fact(NamedTuple):
@@ -143,7 +148,9 @@ class Fact(NamedTuple):
 def draw_facts(
     rng: np.random.Generator, count: int, held_out: bool, kinds: Sequence[Kind] = KINDS
 ) -> list[Fact]:
-    """`count` facts, each about another person. `held_out` selects the names of evaluation, else those of training."""
+    """Draw `count` facts about different persons. `held_out` selects the names reserved for evaluation
+    instead of training.
+    """
     names = [
         (a, b) for a in range(len(FIRST)) for b in range(len(LAST)) if ((a + b) % HELD_OUT == 0) == held_out
     ]
@@ -159,7 +166,7 @@ def draw_facts(
 
 
 def _longest_facts() -> list[Fact]:
-    """The longest fact of every kind."""
+    """Return the longest possible fact of every kind."""
     name = f"{max(FIRST, key=len)} {max(LAST, key=len)}"
     return [
         Fact(kind.statement.format(name=name, value=value), kind.question.format(name=name), value)
@@ -176,6 +183,7 @@ class Turns:
         self.chatml = all(len(mark) == 1 for mark in marks)
 
     def user(self, text: str) -> str:
+        """Return a user's turn with this text."""
         return f"<|im_start|>user\n{text}<|im_end|>\n" if self.chatml else f"\n\nUser: {text}"
 
     @property
@@ -184,14 +192,16 @@ class Turns:
         return "<|im_start|>assistant\n" if self.chatml else "\n\nAnswer:"
 
     def answer(self, text: str, ended: bool = True) -> str:
+        """Return the text of an answer after `answer_prefix`, with its end mark unless `ended` is False."""
         end = "<|im_end|>\n" if self.chatml else "\n"
         return ("" if self.chatml else " ") + text + end * ended
 
     def question(self, fact: Fact) -> str:
+        """Return the user's question about a fact, up to the start of the answer."""
         return self.user(fact.question) + self.answer_prefix
 
     def statements(self, facts: Sequence[Fact]) -> str:
-        """A turn that states the facts, and its answer."""
+        """Return a user's turn that states the facts, and the reply to it."""
         stated = " ".join(fact.statement for fact in facts)
         return (
             self.user(f"Please remember this. {stated}")
@@ -200,14 +210,16 @@ class Turns:
         )
 
     def reading(self) -> tuple[str, str]:
-        """The texts before and after the document that is read between the facts and the questions."""
+        """Return the text before and the text after the document that is read between the facts and the
+        questions.
+        """
         opened, closed = self.user("Now read this.\n\0").split("\0")
         return opened, closed + self.answer_prefix + self.answer("I have read it.")
 
 
 class _Conversation(NamedTuple):
-    """The tokens before and after the document, and of each fact the tokens of question and answer with a mask of the
-    value's tokens.
+    """A conversation as tokens: those before and after the document and, for each fact, those of the question
+    and answer with a mask that marks the value's tokens.
     """
 
     before: np.ndarray
@@ -216,26 +228,27 @@ class _Conversation(NamedTuple):
 
     @property
     def size(self) -> int:
-        """Tokens without the document's."""
+        """The number of tokens, not counting the document."""
         return len(self.before) + len(self.after) + sum(len(tokens) for tokens, _ in self.questions)
 
 
 class FactDialogues:
-    """Batches ``[rows, length]`` in which some rows are conversations, new at every step, and the others are documents,
-    read in consecutive pieces with the memory carried from step to step.
+    """Batches ``[rows, length]`` in which some rows are conversations, drawn anew at every step, and the
+    others are documents, read in consecutive pieces with the memory carried from step to step.
 
-    A conversation states up to `facts` facts, reads a document, and asks a question about each fact. Conversations
-    follow each other until the row is full. Over the first `distance_ramp` steps all rows are conversations, the
-    document between facts and questions grows from `MIN_DISTANCE` tokens to its full length, and the loss weight of its
-    tokens grows from 0: the memory learns to retrieve facts at short distances first, and then not to overwrite them.
+    A conversation states up to `facts` facts, reads a document, and asks a question about each fact.
+    Conversations follow each other until the row is full. During the first `distance_ramp` steps all rows are
+    conversations, the document between facts and questions grows from `MIN_DISTANCE` tokens to its full
+    length, and the loss weight of its tokens grows from 0. The memory thus first learns to retrieve facts at
+    short distances, and then not to overwrite them.
 
-    Every token is a target. The tokens of values in answers have loss weight 1, all others `weight`. With several
-    `lengths` (a curriculum), each is used for an equal part of the steps; longer rows mean fewer rows. A batch depends
-    on the seed and the step alone.
+    Every token is a target. The tokens of values in answers have loss weight 1, all others `weight`. With
+    several `lengths` (a curriculum), each is used for an equal part of the steps; longer rows mean fewer
+    rows. A batch depends only on the seed and the step.
     """
 
     MAX_PIECES = 8
-    """Consecutive pieces of one document that a row reads before it moves on to another document."""
+    """The number of consecutive pieces that a row reads of one document before it moves on to another."""
     MIN_DISTANCE = 16
     """The smallest number of document tokens between facts and questions."""
 
@@ -263,20 +276,21 @@ class FactDialogues:
             )
 
     def stage(self, number: int) -> tuple[int, int]:
-        """The row length at a step, and the first step with this row length."""
+        """Return the row length at a step, and the first step with this row length."""
         part = min(number * len(self.lengths) // self.steps, len(self.lengths) - 1)
         while part and self.lengths[part] == self.lengths[part - 1]:
             part -= 1
         return self.lengths[part], -(-part * self.steps // len(self.lengths))
 
     def _rng(self, number: int, row: int, purpose: int) -> np.random.Generator:
+        """Return a random generator for a step and row. `purpose` separates independent uses."""
         return np.random.Generator(np.random.Philox(key=[self.seed, number], counter=[0, 0, row, purpose]))
 
     def _encode(self, text: str) -> np.ndarray:
         return np.array(self.tokenizer.encode(text), np.int64)
 
     def _question_tokens(self, fact: Fact) -> tuple[np.ndarray, np.ndarray]:
-        """The tokens of a question and its answer, and a mask of the value's tokens."""
+        """Return the tokens of a question and its answer, and a mask of the value's tokens."""
         start = self.turns.answer(fact.statement.removesuffix(f" {fact.value}."), ended=False)
         prompt, value = pair_tokens(self.tokenizer, self.turns.question(fact) + start, f" {fact.value}")
         rest = self.tokenizer.encode(self.turns.answer(fact.statement).removeprefix(f"{start} {fact.value}"))
@@ -284,7 +298,7 @@ class FactDialogues:
         return np.array([*prompt, *value, *rest], np.int64), is_value
 
     def _conversation(self, facts: Sequence[Fact], max_tokens: float) -> _Conversation | None:
-        """A conversation about as many of the facts as fit into `max_tokens`; None if not one does."""
+        """Return a conversation about as many of the facts as fit into `max_tokens`, or None if none fits."""
         opening, closing = self.turns.reading()
         after, questions = self._encode(closing), [self._question_tokens(fact) for fact in facts]
         count = len(facts)
@@ -299,20 +313,22 @@ class FactDialogues:
         return None
 
     def _random_piece(self, rng: np.random.Generator, length: int) -> np.ndarray:
-        """`length` consecutive tokens of a randomly chosen document."""
+        """Return `length` consecutive tokens of a randomly chosen document."""
         room = np.maximum(self.data.lengths - length, 0)
         document = int(rng.choice(len(room), p=room / room.sum()))
         start = int(rng.integers(room[document]))
         return self.data.piece(document, start, start + length).astype(np.int64)
 
     def _dialogue_row(self, number: int, row: int, length: int) -> tuple[np.ndarray, np.ndarray]:
-        """Conversations and then a text, ``length + 1`` tokens in all, and a mask of the answers' values."""
+        """Return ``length + 1`` tokens of conversations followed by text, and a mask of the values' tokens in
+        answers.
+        """
         rng, share = self._rng(number, row, 4), ramp_progress(number, self.distance_ramp)
         parts: list[np.ndarray] = []
         masks: list[np.ndarray] = []
         left = length + 1
         while True:
-            count = int(rng.integers(1, self.facts + 1, 2).max())  # large numbers are more frequent
+            count = int(rng.integers(1, self.facts + 1, 2).max())  # favours large numbers
             talk = self._conversation(draw_facts(rng, count, held_out=False), left)
             if talk is None:
                 break
@@ -329,12 +345,14 @@ class FactDialogues:
         return np.concatenate(parts), np.concatenate(masks)
 
     def _document_row(self, number: int, row: int, length: int, first: int) -> tuple[np.ndarray, bool]:
-        """The next piece of a row's document and one more token, and whether the row begins a document."""
+        """Return the next ``length + 1`` tokens of a row's document, and whether the row begins a document.
+        `first` is the first step with this row length.
+        """
         pieces = int(min(self.MAX_PIECES, (self.data.lengths.max() - 1) // length))
         turn, piece = divmod(number - first + row, pieces)
         rng = self._rng(turn, row, 5 + first)
         room = np.maximum(self.data.lengths - pieces * length - 1, 0)
-        if not room.any():  # the longest documents just fit
+        if not room.any():  # the longest documents fit exactly
             room = (self.data.lengths > pieces * length).astype(np.int64)
         document = int(rng.choice(len(room), p=room / room.sum()))
         start = int(rng.integers(room[document])) + piece * length
@@ -343,6 +361,7 @@ class FactDialogues:
         ), piece == 0 or number in (first, self.distance_ramp)
 
     def step(self, number: int) -> Batch:
+        """Return the batch of a step."""
         length, first = self.stage(number)
         rows = self.tokens // length
         growth, total = ramp_progress(number, self.distance_ramp), rows * self.world

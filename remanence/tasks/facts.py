@@ -1,8 +1,10 @@
-"""Training data for long-range recall: facts inserted into documents, with questions at short and long distances.
+"""Training data for long-range recall: facts inserted into documents, with questions at short and long
+distances.
 
-A row reads *streams*. A stream is a span of a document with facts inserted between its sentences. Each fact has one
-question, at a distance from a few tokens to the length of the stream. Streams continue from step to step with memory
-carried over, so a question may refer to a fact hundreds of steps earlier, while each step is short.
+A row reads *streams*. A stream is a span of a document with facts inserted between its sentences. Each fact
+has one question, at a distance from a few tokens to the length of the stream. Streams continue from step to
+step with the memory carried over, so a question may refer to a fact hundreds of steps earlier although each
+step is short.
 """
 
 from __future__ import annotations
@@ -23,18 +25,22 @@ from remanence.tokenizers.tokens import Tokenizer
 MAX_STEPS = 512
 """The length of the longest stream, in steps."""
 SPARSE, DENSE = 32768, 340
-"""The range of a stream's tokens per fact. Each stream draws a value from it, uniform in the logarithm."""
+"""The range of the number of tokens per fact. Each stream draws a value from it, uniform in the logarithm."""
 FIRST = 64, 2048
-"""Tokens per fact, and the largest distance from a fact to its question, at the first step of the ramp."""
+"""The number of tokens per fact, and the largest distance from a fact to its question, at the first step of
+the ramp.
+"""
 WORDING_SHARE = 0.2
 """The share of the ramp over which the wordings are introduced, one after the other."""
 MAX_PENDING = 16
-"""Facts that are stated and not yet asked for, at most, on average. It limits the distance of questions."""
+"""The largest average number of facts that are stated but not yet asked for. It limits the distance of
+questions.
+"""
 MIN_DISTANCE, FAR = 48, 256
 """The smallest distance from a fact to its question in tokens, and the smallest distance of most questions."""
 NEAR_SHARE = 0.2
-"""The share of questions with a distance below FAR. If the fact that is asked for is often the last one stated, a model
-learns to answer with the last value, whatever the key.
+"""The share of questions with a distance below FAR. If the fact asked for is often the last one stated, a
+model learns to answer with the last value, whatever the key is.
 """
 MAX_INSERTED = 0.9
 """The largest share of a step's tokens that facts, questions and distractor numbers take."""
@@ -53,8 +59,8 @@ class Insertion(NamedTuple):
 
 
 class Span(NamedTuple):
-    """The part of a document that a stream reads: its first token, its number of steps, and the ramp's progress at the
-    stream's first step.
+    """The part of a document that a stream reads: the document's index, the first token, the number of steps,
+    and the ramp's progress at the stream's first step.
     """
 
     document: int
@@ -64,13 +70,13 @@ class Span(NamedTuple):
 
 
 class Facts:
-    """Batches ``[batch, length]`` of streams. A batch is a function of the step, for any number of processes.
+    """Batches ``[batch, length]`` of streams. A batch depends only on the step, for any number of processes.
 
-    Every token is a target: those of answers have loss weight 1, all others `weight`. The period after a number is part
-    of the answer: numbers have one to seven digits, and the model has to learn where each ends. With
-    `answer_end=False` the period has the weight of the text, as in runs of earlier versions. Over the first
-    `distance_ramp` steps the text between facts and questions grows from a few tokens to its full length, and its
-    weight from 0: trained on long texts from the start, few models learn to look up a fact.
+    Every token is a target. The tokens of answers have loss weight 1, all others `weight`. The period after a
+    number is part of the answer: numbers have one to seven digits, and the model has to learn where each
+    ends. With `answer_end=False` the period has the weight of the text, as in runs of earlier versions.
+    During the first `distance_ramp` steps the text between facts and questions grows from a few tokens to its
+    full length, and its weight grows from 0. Without this ramp, few models learn to look up a fact.
     """
 
     def __init__(
@@ -102,7 +108,7 @@ class Facts:
         self._insertions = lru_cache(2 * batch)(self._draw_insertions)
 
     def locate(self, row: int, number: int) -> tuple[int, int]:
-        """The stream that a row reads at a step, and the step within the stream."""
+        """Return the stream that a row reads at a step, and the step within the stream."""
         ends = self.stream_ends[row]
         while not ends or ends[-1] <= number:
             ends.append((ends[-1] if ends else 0) + self._span(row, len(ends)).steps)
@@ -110,12 +116,14 @@ class Facts:
         return stream, number - (ends[stream - 1] if stream else 0)
 
     def _rng(self, row: int, stream: int, purpose: int) -> np.random.Generator:
+        """Return a random generator for a stream of a row. `purpose` separates independent uses."""
         own = self.rank * self.batch + row
         return np.random.Generator(
             np.random.Philox(key=[self.seed, own * 2**32 + stream], counter=[0, 0, 0, purpose])
         )
 
     def _span(self, row: int, stream: int) -> Span:
+        """Draw the part of a document that a stream reads."""
         rng = self._rng(row, stream, 0)
         available = np.maximum(self.data.lengths // self.length - 1, 0)
         document = int(rng.choice(len(available), p=available / available.sum()))
@@ -125,7 +133,7 @@ class Facts:
         return Span(document, start, steps, progress)
 
     def _draw_insertions(self, row: int, stream: int) -> list[list[Insertion]]:
-        """The insertions of each step of a stream, in order."""
+        """Return the insertions of each step of a stream, in order."""
         rng, span = self._rng(row, stream, 1), self._span(row, stream)
         full, (first_spacing, first_reach) = float(_log_uniform(rng, DENSE, SPARSE)), FIRST
         spacing = first_spacing ** (1 - span.progress) * full**span.progress
@@ -135,7 +143,7 @@ class Facts:
         is_near, count = rng.random(len(positions)) < NEAR_SHARE, len(positions)
         near, far = _log_uniform(rng, MIN_DISTANCE, FAR, count), _log_uniform(rng, FAR, reach, count)
         distances = np.where(is_near, near, far)
-        # A key is used again only long after the question about it.
+        # A key is used again only long after its question.
         keys = cycle(rng.permutation(len(ADJECTIVES) * len(NOUNS)).tolist())
         known = min(len(WORDINGS), 1 + int(len(WORDINGS) * span.progress**0.5 / WORDING_SHARE))
         found: list[list[Insertion]] = [[] for _ in range(span.steps)]
@@ -164,7 +172,9 @@ class Facts:
     def _fact(
         self, rng: np.random.Generator, key: int, known: int, position: int, asked: int
     ) -> tuple[Insertion, Insertion]:
-        """A fact stated at `position`, and its question at `asked`."""
+        """Return a fact stated at `position`, and its question at `asked`. `known` is the number of wordings
+        to choose from.
+        """
         texts = (*_word_fact(rng, key, known), ".")
         parts = [np.array(self.tokenizer.encode(text), np.int64) for text in texts]
         stated, question, answer, stop = parts
@@ -175,14 +185,16 @@ class Facts:
         )
 
     def piece(self, row: int, number: int) -> tuple[np.ndarray, np.ndarray, bool]:
-        """The ``length + 1`` tokens of a row at a step, a mask of answers, and whether the row begins a stream."""
+        """Return the ``length + 1`` tokens of a row at a step, a mask of the answers, and whether the row
+        begins a stream.
+        """
         stream, at = self.locate(row, number)
         span, insertions = self._span(row, stream), self._insertions(row, stream)[at]
         # Insertions replace the last tokens of the document's piece.
         size = self.length + 1 - sum(len(insertion.tokens) for insertion in insertions)
         begin = span.start + at * self.length
         text = self.data.piece(span.document, begin, begin + size).astype(np.int64)
-        # The last token is only a target, so nothing is inserted before it.
+        # The last token is used only as a target, so nothing is inserted before it.
         borders = np.append(np.flatnonzero(self.ends_sentence[text[:-2]]) + 1, size - 1)
         parts, masks, read = [], [], 0
         for insertion in insertions:
@@ -195,6 +207,7 @@ class Facts:
         return tokens, np.concatenate([*masks, np.zeros(size - read, bool)]), at == 0
 
     def step(self, number: int) -> Batch:
+        """Return the batch of a step."""
         rows = [self.piece(row, number) for row in range(self.batch)]
         text = torch.from_numpy(np.stack([tokens for tokens, _, _ in rows]))
         answers = torch.from_numpy(np.stack([mask for _, mask, _ in rows]))[:, 1:]
@@ -205,24 +218,29 @@ class Facts:
 
 
 def _direct(adjective: str, noun: str, value: str) -> tuple[str, str]:
+    """Return a fact in which the value follows the name directly, and its question."""
     return f" The {adjective} {noun}: {value}.", f" The {adjective} {noun}:"
 
 
 def _repeated(adjective: str, noun: str, value: str) -> tuple[str, str]:
+    """Return a fact as a full sentence, and the beginning of the same sentence as its question."""
     return f" The number of the {adjective} {noun} is {value}.", f" The number of the {adjective} {noun} is"
 
 
 def _as_question(adjective: str, noun: str, value: str) -> tuple[str, str]:
+    """Return a fact as a full sentence, and a question in almost the same words."""
     stated = f" The number of the {adjective} {noun} is {value}."
     return stated, f" What is the number of the {adjective} {noun}?"
 
 
 def _reordered(adjective: str, noun: str, value: str) -> tuple[str, str]:
+    """Return a fact and a question whose words are in a different order."""
     name = f"{adjective} {noun}".title()
     return f" {name} has the number {value}.", f" Which number has {name}?"
 
 
 def _ruler(adjective: str, noun: str, value: str) -> tuple[str, str]:
+    """Return a fact and a question in RULER's wording."""
     name = f"{adjective}-{noun}"
     _, question, begun = frame(KINDS["n"], [name])
     return f" {needle('number', name, value)}", question + begun
@@ -235,14 +253,14 @@ WORDINGS = {
     "turned": _reordered,
     "ruler": _ruler,
 }
-"""Wordings of a fact and its question, in order of difficulty: the name directly before the value, then the same words
-farther apart, then a question in other words.
+"""Wordings of a fact and its question, in order of difficulty: first the name directly before the value, then
+the same words farther apart, then a question in other words.
 """
 
 
 def _word_fact(rng: np.random.Generator, key: int, known: int) -> tuple[str, str, str]:
-    """A fact, its question and its answer, in one of the first `known` wordings."""
-    # Values may be short: the first digit, which no other one precedes, teaches where to look.
+    """Return a fact, its question and its answer, in one of the first `known` wordings."""
+    # Values may be short: a first digit, which has no digit before it, teaches the model where to look.
     digits = int(rng.integers(1, 8))
     value = str(rng.integers(10 ** (digits - 1), 10**digits))
     wording = list(WORDINGS.values())[int(rng.integers(known))]
@@ -255,16 +273,19 @@ NUMBERS = (
     " At {n} o'clock.", " Page {n}.", " {n},{m} pounds.", " {n}.", " {n}:{m}.", " The {n}th.", " Vol. {n}, p. {m}.",
     " {n} and {m} years.", " House {n}, Room {m}.", " January {n}, {m}.",
 )  # fmt: skip
-"""Templates of distractors, numbers that belong to no fact. Books have few numbers: trained on facts and books alone, a
-memory writes every digit, and within a million tokens the facts are overwritten.
+"""Templates of distractors: numbers that belong to no fact. Books have few numbers. A memory trained on facts
+and books alone stores every digit, and overwrites the facts within a million tokens.
 """
 
 
 def _distractor(rng: np.random.Generator) -> str:
+    """Return a distractor with random numbers."""
     n, m = (int(10 ** rng.uniform(0, 5)) for _ in range(2))
     return NUMBERS[int(rng.integers(len(NUMBERS)))].format(n=n, m=m)
 
 
 def _log_uniform(rng: np.random.Generator, low: float, high: float, size: int | None = None) -> np.ndarray:
-    """Integers from low to high, uniform in the logarithm; without a size, one of them."""
+    """Draw integers from `low` to `high`, uniform in the logarithm: an array of `size` integers, or a single
+    one if it is None.
+    """
     return np.asarray(np.exp(rng.uniform(np.log(low), np.log(high + 1), size))).astype(np.int64)

@@ -1,4 +1,4 @@
-"""A haystack: real sentences that facts or needles are hidden in, cut to an exact number of tokens."""
+"""A haystack: real sentences in which facts or needles are hidden, cut to an exact number of tokens."""
 
 from __future__ import annotations
 
@@ -11,15 +11,19 @@ import numpy as np
 from remanence.tokenizers.tokens import Tokenizer
 
 SPARE = 16
-"""Tokens of hay left behind a stretch. A sentence may have a few less where it comes first."""
+"""The number of tokens kept free after a stretch, because a sentence may have a few tokens fewer when it
+comes first.
+"""
 
 Encode = Callable[[str], list[int]]
+"""A function that encodes a text as tokens."""
 
 
 class Haystack:
-    """Sentences and their tokens, from which a stretch of exactly so many tokens can be cut.
+    """Sentences and their tokens, from which a stretch with an exact number of tokens can be cut.
 
-    Each sentence is encoded with the space before it. Only the first sentence of a text has none.
+    Each sentence is encoded with a space before it, except the first sentence of a text. `borders` are the
+    positions in `tokens` at which sentences begin and end.
     """
 
     def __init__(self, sentences: list[str], tokens: np.ndarray, borders: np.ndarray, encode: Encode) -> None:
@@ -30,9 +34,11 @@ class Haystack:
     def of(
         cls, name: str, sentences: Iterable[str], tokenizer: Tokenizer, least: int, rows: int = 2
     ) -> Haystack:
-        """Sentences for `rows` rows of `least` tokens, so that stretches can begin at different sentences.
+        """Make a haystack with text for `rows` rows of `least` tokens, so that stretches can begin at
+        different sentences.
 
-        `name` is the setting that the sentences come from. Fewer than `least` tokens are an error.
+        `name` is the setting that the sentences come from, for error messages. Raises ValueError if there are
+        fewer than `least` tokens.
         """
         tokens, borders, used = array("i"), array("q", [0]), []
         for sentence in sentences:
@@ -46,7 +52,9 @@ class Haystack:
         return cls(used, np.array(tokens, np.int32), np.array(borders, np.int64), tokenizer.encode)
 
     def part(self, least: int) -> Haystack:
-        """What `of` gives for so many tokens: a short text does not depend on longer ones beside it."""
+        """Return the haystack that `of` makes for `least` tokens. A short text thus does not depend on longer
+        ones in the same evaluation.
+        """
         if least not in self.parts:
             count = min(int(np.searchsorted(self.borders, 2 * least)), len(self.sentences))
             end = int(self.borders[count])
@@ -56,15 +64,18 @@ class Haystack:
 
     @cached_property
     def text(self) -> str:
+        """All sentences, joined by spaces."""
         return " ".join(self.sentences)
 
     def begin(self, count: int, rng: np.random.Generator) -> int:
-        """The index of a sentence, drawn from those that so many tokens follow."""
+        """Draw the index of a sentence that is followed by at least `count` tokens."""
         last = int(np.searchsorted(self.borders[:-1], len(self.tokens) - count - SPARE, "right"))
         return int(rng.integers(max(1, last)))
 
     def stretch(self, first: int, count: int, *, space: bool) -> tuple[np.ndarray, np.ndarray]:
-        """So many tokens from the beginning of a sentence on, and the sentence borders in them."""
+        """Return `count` tokens starting at the sentence `first`, and the sentence borders within them.
+        `space` tells whether the first sentence has a space before it.
+        """
         opening = np.array(self.encode(" " * space + self.sentences[first]), np.int32)
         after = int(self.borders[first + 1])
         tokens = np.concatenate([opening, self.tokens[after : after + max(0, count - len(opening))]])[:count]
@@ -73,18 +84,20 @@ class Haystack:
 
 
 def max_tokens(encode: Encode, sentence: str) -> int:
-    """The tokens a sentence has at most: with a space before it, or as the first of a text."""
+    """Return the maximum number of tokens of a sentence: with a space before it, or as the first of a text."""
     return max(len(encode(" " + sentence)), len(encode(sentence)))
 
 
 def hide(
     hay: Haystack, needles: Sequence[str], depths: Sequence[float], size: int, rng: np.random.Generator
 ) -> np.ndarray:
-    """Exactly `size` tokens: hay, with each needle at the sentence border nearest to its depth (0 first, 1 last)."""
+    """Return exactly `size` tokens of the haystack with each needle at the sentence border nearest to its
+    depth (0 is the beginning, 1 the end).
+    """
     order = sorted(range(len(needles)), key=lambda index: depths[index])
     inside = [np.array(hay.encode(" " + needles[index]), np.int32) for index in order]
     first = hay.begin(size - sum(map(len, inside)), rng)
-    for leading in (False, True):  # whether the text begins with a needle, and the hay follows
+    for leading in (False, True):  # whether the text begins with a needle
         if leading:
             inside[0] = np.array(hay.encode(needles[order[0]]), np.int32)
         text, borders = hay.stretch(first, size - sum(map(len, inside)), space=leading)

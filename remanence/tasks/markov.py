@@ -7,16 +7,16 @@ from collections.abc import Sequence
 import numpy as np
 
 RECENT = 20
-"""The number of preceding bases whose cost weights the models of the mixture."""
+"""The number of preceding bases whose cost determines the weights of the models in the mixture."""
 MOST = 12
-"""The highest order: its table of counts has 4 ** 13 entries, 256 MiB."""
+"""The highest order. Its table of counts has 4 ** 13 entries, 256 MiB."""
 
 
 class Markov:
-    """Counts of each base after each `order` bases before it, over all that was read so far, in one pass.
+    """A model that counts, in one pass, how often each base has followed the `order` bases before it.
 
-    A base costs -log2 of its share among the counts, to each of which `prior` is added. The first `order` bases, and
-    any N, cost two bits and are not counted.
+    The cost of a base is -log2 of its share of the counts, with `prior` added to each count. The first
+    `order` bases and every N cost two bits and are not counted.
     """
 
     def __init__(self, order: int, prior: float | None = None) -> None:
@@ -28,14 +28,16 @@ class Markov:
         self.before = np.empty(0, np.uint8)
 
     def bits(self, tokens: np.ndarray) -> np.ndarray:
-        """What each of the next tokens costs. They may come in pieces of any length."""
+        """Return the cost in bits of each of the next tokens, and update the counts. Tokens may come in
+        pieces of any length.
+        """
         text = np.concatenate([self.before, tokens.astype(np.uint8)])
         known, found = len(self.before), np.full(len(tokens), 2.0)
         self.before = text[max(0, len(text) - self.order) :]
         at = np.arange(max(known, self.order), len(text))
         words = np.zeros(
             len(at), np.int64
-        )  # the bases before and the one itself, as a number to the base four
+        )  # the preceding bases and the current one, as a number in base four
         clear = np.ones(len(at), bool)
         for back in range(self.order, -1, -1):
             base = text[at - back]
@@ -51,7 +53,7 @@ class Markov:
 
 
 def _earlier(values: np.ndarray) -> np.ndarray:
-    """For each element, how often its value occurs before it."""
+    """For each element, count how often its value occurs before it."""
     order = np.argsort(values, kind="stable")
     ordered, places = values[order], np.arange(len(values))
     first = np.concatenate([[True], ordered[1:] != ordered[:-1]]) if len(values) else np.empty(0, bool)
@@ -61,19 +63,23 @@ def _earlier(values: np.ndarray) -> np.ndarray:
 
 
 class Mixture:
-    """Several orders, and a mixture in which each counts by how well it predicted the last `RECENT` bases."""
+    """Markov models of several orders, and a mixture that weights each by how well it predicted the last
+    `RECENT` bases.
+    """
 
     def __init__(self, orders: Sequence[int]) -> None:
         self.models = [Markov(order) for order in orders]
         self.recent = np.zeros((len(orders), RECENT))
 
     def bits(self, tokens: np.ndarray) -> np.ndarray:
-        """What each token costs ``[orders + 1, t]``: by each order, and at last by the mixture."""
+        """Return the cost in bits of each token ``[orders + 1, t]``: one row per order, and the mixture in
+        the last row.
+        """
         found = np.stack([model.bits(tokens) for model in self.models])
         history = np.concatenate([self.recent, found], 1)
         self.recent = history[:, -RECENT:]
         sums = np.concatenate([np.zeros((len(found), 1)), history.cumsum(1)], 1)
-        last = sums[:, RECENT:-1] - sums[:, : -RECENT - 1]  # of the bases before each, itself excluded
+        last = sums[:, RECENT:-1] - sums[:, : -RECENT - 1]  # without the current base
         shares = np.exp2(last.min(0) - last)
         mixed = -np.log2((shares * np.exp2(-found)).sum(0) / shares.sum(0))
         return np.concatenate([found, mixed[None]])

@@ -1,6 +1,6 @@
-"""Needles in a haystack: values under keys, hidden in a text and asked for at its end.
+"""Needle in a haystack: values with keys are hidden in a text and asked for at its end.
 
-`Needle` draws byte rows to train on. The `KINDS` are RULER's, for evaluation, in texts of any tokenizer.
+`Needle` draws rows of bytes for training. `KINDS` are the kinds of RULER, for evaluation with any tokenizer.
 """
 
 from __future__ import annotations
@@ -18,9 +18,10 @@ from remanence.tasks.haystack import Haystack, hide, max_tokens
 
 
 class Needle:
-    """Named numbers at random positions between plain sentences, one of which is asked for at the end. Bytes.
+    """Training rows of bytes: named numbers at random positions between plain sentences, one of which is
+    asked for at the end.
 
-    The row's last bytes are the answer, and only they are targets. Every row has exactly the length given.
+    The last bytes of a row are the answer, and only they are targets. Every row has exactly `length` bytes.
     """
 
     HAY = (
@@ -31,11 +32,14 @@ class Needle:
         "They ate bread and spoke of other things. ",
         "It was said that the winter would be long. ",
     )
+    """The sentences between the needles."""
     NAMES = (
         "amber", "birch", "cedar", "delta", "ember", "fjord", "grove",
         "heron", "ivory", "jade", "karst", "lotus", "maple",
     )  # fmt: skip
+    """The names of the numbers."""
     DIGITS = 4
+    """The number of digits of each number."""
 
     def __init__(self, length: int, batch: int, pairs: int, seed: int, rank: int = 0, world: int = 1) -> None:
         if pairs > len(self.NAMES):
@@ -49,14 +53,18 @@ class Needle:
 
     @staticmethod
     def _needle(name: str, number: str) -> str:
+        """Return the sentence that states a number."""
         return f"The number of {name} is {number}. "
 
     @staticmethod
     def _question(name: str) -> str:
+        """Return the question about a number."""
         return f"What is the number of {name}? "
 
     def row(self, rng: np.random.Generator) -> bytes:
-        """Hay with needles between its sentences, cut at its beginning, then the question and the answer."""
+        """Draw a row: sentences with needles between them, cut at the beginning, then the question and the
+        answer.
+        """
         names = rng.permutation(self.NAMES)[: self.pairs]
         numbers = [f"{rng.integers(10**self.DIGITS):0{self.DIGITS}d}" for _ in names]
         queried = int(rng.integers(self.pairs))
@@ -72,16 +80,20 @@ class Needle:
         return ("".join(hay) + end).encode()
 
     def step(self, number: int) -> Batch:
+        """Return the batch of a step."""
         rng = step_rng(self.seed, number)
         rows = [np.frombuffer(self.row(rng), np.uint8) for _ in range(self.batch * self.world)]
         return answer_batch(rows[rank_rows(self.batch, self.rank)], [self.DIGITS] * self.batch)
 
 
 NOISE = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again."
+"""The repeated text that RULER uses as a haystack where it uses no essays."""
 
 
 class Kind(NamedTuple):
-    """A needle task of RULER: its hay, its type of value, and how many keys, queried keys and values per key."""
+    """A needle task of RULER: whether the haystack is an essay, the type of value, and the numbers of keys,
+    of queried keys, and of values per key.
+    """
 
     essay: bool
     value: str
@@ -91,6 +103,7 @@ class Kind(NamedTuple):
 
     @property
     def answers(self) -> int:
+        """The number of values in a full answer."""
         return self.queried * self.values
 
 
@@ -102,7 +115,9 @@ KINDS = {
     "multiquery": Kind(True, "number", keys=4, queried=4),
     "multivalue": Kind(True, "number", values=4),
 }
-"""RULER's S-NIAH-1, 2 and 3 under the names of Titans' table 2, and three with several needles."""
+"""RULER's S-NIAH-1, 2 and 3 under their names in table 2 of the Titans paper, and three tasks with several
+needles.
+"""
 
 _ADJECTIVES = (
     "amber ancient bold brisk calm clever curious dusty eager faint fierce frosty gentle golden hollow "
@@ -116,10 +131,13 @@ _NOUNS = (
     "violin walnut whistle willow window zephyr"
 )
 ADJECTIVES, NOUNS = _ADJECTIVES.split(), _NOUNS.split()
+"""The words that keys are made of."""
 
 
 class Sample(NamedTuple):
-    """A text up to the question, the beginning of an answer, the right values, and wrong ones to choose from."""
+    """The tokens of a text up to the question, the beginning of the answer, the right values, and wrong
+    values to choose from.
+    """
 
     text: np.ndarray
     prompt: str
@@ -130,9 +148,10 @@ class Sample(NamedTuple):
 def draw_sample(
     name: str, length: int, depth: float, *, hay: Haystack, choices: int, rng: np.random.Generator
 ) -> Sample:
-    """A text of the kind `name` whose tokens, with the prompt's, are exactly `length`.
+    """Draw a sample of the kind `name`. Its text and prompt together have exactly `length` tokens.
 
-    The first needle is at `depth`, others at random depths. With the right values there are `choices` to choose from.
+    The first needle is at `depth` (0 to 1), others at random depths. There are `choices` values to choose
+    from, right and wrong ones together.
     """
     kind = KINDS[name]
     keys = unused(hay.text, rng, "key", kind.keys, [])
@@ -150,7 +169,7 @@ def draw_sample(
     if least > length:
         raise ValueError(f"niah.lengths: expected at least {least} tokens for the kind {name}, got {length}")
     depths = [depth, *(float(drawn) for drawn in rng.random(len(needles) - 1))]
-    if kind.values > 1:  # the answer lists them in the order of the text
+    if kind.values > 1:  # the answer lists the values in the order of the text
         right = [value for _, value in sorted(zip(depths, right, strict=True))]
     middle = hide(hay, needles, depths, room, rng)
     text = np.concatenate([np.array(start, np.int32), middle, np.array(end, np.int32)])
@@ -158,11 +177,12 @@ def draw_sample(
 
 
 def needle(what: str, key: str, value: str) -> str:
+    """Return the sentence that states a value. `what` is the type of value."""
     return f"One of the special magic {what}s for {key} is: {value}."
 
 
 def frame(kind: Kind, queried: Sequence[str]) -> tuple[str, str, str]:
-    """The words before the hay, the question after it, and the beginning of the answer."""
+    """Return the text before the haystack, the question after it, and the beginning of the answer."""
     many = kind.answers > 1
     noun, verb = (f"{kind.value}s", "are") if many else (kind.value, "is")
     query = ", ".join(queried[:-1]) + ", and " * (len(queried) > 1) + queried[-1]
@@ -175,7 +195,7 @@ def frame(kind: Kind, queried: Sequence[str]) -> tuple[str, str, str]:
 
 
 def unused(text: str, rng: np.random.Generator, what: str, count: int, taken: Sequence[str]) -> list[str]:
-    """So many drawn keys or values that are neither in the text nor among those taken."""
+    """Draw `count` different keys or values of the type `what` that are neither in `text` nor in `taken`."""
     found: list[str] = []
     while len(found) < count:
         if what == "key":
@@ -190,14 +210,17 @@ def unused(text: str, rng: np.random.Generator, what: str, count: int, taken: Se
 
 
 def options(sample: Sample) -> list[str]:
-    """The texts whose likelihoods `score` needs: all right values as one answer, then each value alone."""
+    """Return the texts whose likelihoods `score` needs: all right values as one answer, then each value
+    alone.
+    """
     return [f" {', '.join(sample.right)}", *(f" {value}" for value in (*sample.right, *sample.wrong))]
 
 
 def score(sample: Sample, answer: Answer) -> dict[str, float | str | list[str]]:
-    """Shares of the right values: in the generated text; as the likeliest text; among the likeliest of the choices.
+    """Return the shares of the right values that are in the generated text ("said"), are the most likely text
+    ("likeliest"), and are among the most likely choices ("chosen").
 
-    In the first two, a value has to end where it should: "41702835" does not state 4170283.
+    For the first two, a value must also end in the right place: "41702835" does not state 4170283.
     """
     joined, *single = answer.options
     best = Answer(answer.said, single).ranked[: len(sample.right)]

@@ -1,4 +1,4 @@
-"""Associative recall: key-value pairs that are shown once and asked for later, with noise in between."""
+"""Associative recall: key-value pairs that are shown once and asked for later, with noise tokens in between."""
 
 from __future__ import annotations
 
@@ -14,9 +14,11 @@ from remanence.tasks.draw import HELD_OUT, IGNORED, plain_batch, rank_rows, step
 
 
 class Recall:
-    """Rounds of the same pairs, each in another order, with noise between. After the first, values are targets.
+    """Rows with several rounds of the same key-value pairs, each in another order, with noise between the
+    rounds. The values are targets in all rounds but the first.
 
-    Tokens: keys, as many values, kinds of noise. With two rounds, a pair and its question are about a row apart.
+    The token ids are the keys, then as many values, then the noise tokens. With two rounds, the distance from
+    a pair to its question is about the row length.
     """
 
     def __init__(
@@ -47,9 +49,11 @@ class Recall:
 
     @property
     def vocabulary(self) -> int:
+        """The number of token ids."""
         return vocabulary(self.keys, self.noise)
 
     def step(self, number: int) -> Batch:
+        """Return the batch of a step."""
         rng = step_rng(self.seed, number)
         rows, n = self.batch * self.world, self.pairs
         tokens = rng.integers(2 * self.keys, self.vocabulary, (rows, self.length))
@@ -67,36 +71,43 @@ class Recall:
 
 
 def vocabulary(keys: int, noise: int) -> int:
-    """The number of token kinds: keys, as many values, and noise."""
+    """Return the number of token ids: keys, as many values, and noise tokens."""
     return 2 * keys + noise
 
 
 class Questions(NamedTuple):
-    """Held-out texts ``[b t]``, and the pairs asked for after them ``[b 2n]``: a key, its value, the next key, ..."""
+    """Evaluation texts ``[b t]``, and the pairs asked for after them ``[b 2n]``: a key, its value, the next
+    key, and so on.
+    """
 
     texts: Tensor
     pairs: Tensor
 
     @property
     def keys(self) -> Tensor:
+        """The keys asked for ``[b n]``."""
         return self.pairs[:, ::2]
 
     @property
     def values(self) -> Tensor:
+        """The right values ``[b n]``."""
         return self.pairs[:, 1::2]
 
 
 def held_out(pairs: int, distance: int, texts: int, seed: int, *, keys: int, noise: int) -> Questions:
-    """Texts that no training run reads. Each pair is asked for `distance` tokens after it was shown."""
+    """Draw texts that no training run reads. Each pair is asked for `distance` tokens after it was shown, up
+    to the order of the pairs.
+    """
     task = Recall(distance + 2 * pairs, texts, pairs, 2, seed + HELD_OUT, keys=keys, noise=noise)
     tokens = task.step(0).tokens
     return Questions(tokens[:, :distance], tokens[:, distance:])
 
 
 def score(questions: Questions, in_turn: Tensor, alone: Sequence[Tensor]) -> dict[str, int]:
-    """How many answers are right: with all keys asked in turn, and with each asked alone.
+    """Count the right answers with all keys asked one after the other ("all"), and with each key asked alone
+    ("one"); "count" is the number of questions.
 
-    `in_turn` has the likeliest token after each token of `questions.pairs`; `alone` has one column per key.
+    `in_turn` is the most likely token after each token of `questions.pairs`; `alone` has one column per key.
     """
     values = questions.values
     return {

@@ -1,1 +1,1 @@
-"""Text to tokens and back."""
+"""Convert text to tokens and back."""

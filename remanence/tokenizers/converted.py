@@ -1,7 +1,7 @@
-"""Tokenizers of other kinds as a ``tokenizer.json``: tiktoken's files of ranks and SentencePiece's models.
+"""Convert other tokenizers to ``tokenizer.json``: tiktoken's rank files and SentencePiece's models.
 
-Both files are plain data and read as that: neither library is needed, and nothing is unpickled. The data is given as
-``tokenizer.json`` has it, with the token that ends a text.
+Both file formats are plain data and are parsed directly, so neither library is needed and nothing is
+unpickled. Functions return the content of a ``tokenizer.json`` and the token that ends a text.
 """
 
 from __future__ import annotations
@@ -16,32 +16,38 @@ from remanence.io.files import LARGEST
 from remanence.runtime.errors import first_line
 
 Converted = tuple[dict[str, Any], str | None]
+"""The content of a ``tokenizer.json``, and the text of the token that ends a text (None if there is none)."""
 
 CL100K = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
     r"|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
+"""The regular expression with which cl100k_base splits a text into words."""
 GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+"""The regular expression with which GPT-2 splits a text into words."""
 _LETTERS = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]", r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
 O200K = (
     rf"[^\r\n\p{{L}}\p{{N}}]?{_LETTERS[0]}*{_LETTERS[1]}+{_LETTERS[2]}"
     rf"|[^\r\n\p{{L}}\p{{N}}]?{_LETTERS[0]}+{_LETTERS[1]}*{_LETTERS[2]}"
     r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
+"""The regular expression with which o200k_base splits a text into words."""
 TIKTOKEN: dict[str, tuple[str, int]] = {
     "r50k_base": (GPT2, 50_256),
     "p50k_base": (GPT2, 50_256),
     "cl100k_base": (CL100K, 100_257),
     "o200k_base": (O200K, 199_999),
 }
-"""What a file of ranks does not say, by its name: how a text is split, and the number of <|endoftext|>. Others split as
-cl100k_base does, and their text ends with the first free number.
+"""By the name of a rank file, what the file does not contain: the regular expression that splits a text, and
+the token id of <|endoftext|>. Files with other names use the expression of cl100k_base and the first free id.
 """
 END_OF_TEXT = "<|endoftext|>"
 
 
 def tiktoken_json(path: Path, letters: Mapping[int, str]) -> Converted:
-    """A file with a token in base64 and its rank on each line. `letters` are what a byte is written as."""
+    """Convert a rank file, which has a token in base64 and its rank on each line. `letters` maps each byte to
+    the character that ``tokenizer.json`` writes for it.
+    """
     ranks: dict[bytes, int] = {}
     for line in path.read_bytes().splitlines():
         if line.strip():
@@ -55,34 +61,40 @@ def tiktoken_json(path: Path, letters: Mapping[int, str]) -> Converted:
     pattern, end = TIKTOKEN.get(path.stem, (CL100K, max(ranks.values()) + 1))
 
     def written(token: bytes) -> str:
+        """Return a token as ``tokenizer.json`` writes it."""
         return "".join(letters[byte] for byte in token)
 
     level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
     split = {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}
     ordered = sorted(ranks, key=ranks.__getitem__)
-    # In the vocabulary too: beside it, the library numbers tokens as it likes.
+    # The end token is in the vocabulary too; otherwise the library would choose its id.
     vocabulary = {written(token): ranks[token] for token in ordered} | {END_OF_TEXT: end}
     model = _bpe(vocabulary, _merges(ordered, ranks, written))
     pieces: dict[str, Any] = {"pre_tokenizer": {"type": "Sequence", "pretokenizers": [split, level]}}
     pieces["decoder"] = level
-    # tiktoken looks up a whole word first, and only then merges.
+    # tiktoken first looks up a whole word, and merges only if it is not found.
     return _whole({**model, "ignore_merges": True}, {END_OF_TEXT: end}, **pieces), END_OF_TEXT
 
 
 class _Piece(NamedTuple):
+    """An entry of a SentencePiece vocabulary: its text, its score, and its kind (see `UNKNOWN`)."""
+
     text: str
     score: float
     kind: int
 
 
 UNKNOWN, CONTROL, CHOSEN, BYTE = 2, 3, 4, 6
-"""Kinds of SentencePiece's pieces that are more than text; CHOSEN ones are its user's."""
+"""Kinds of SentencePiece vocabulary entries that are not plain text. CHOSEN entries were defined by the user.
+"""
 UNIGRAM, BPE = 1, 2
+"""SentencePiece's numbers for the two model types."""
 SPACE = "▁"
+"""The character that SentencePiece writes for a space."""
 
 
 def sentencepiece_json(path: Path) -> Converted:
-    """A ``.model`` of SentencePiece, unigram or BPE: a message of Google's protocol buffers."""
+    """Convert a SentencePiece ``.model`` file, unigram or BPE. The file is a protocol buffer message."""
     found: dict[int, list[Any]] = {}
     for number, value in _fields(path.read_bytes()):
         found.setdefault(number, []).append(value)
@@ -126,16 +138,20 @@ def sentencepiece_json(path: Path) -> Converted:
 
 
 def _piece(raw: bytes) -> _Piece:
+    """Parse a vocabulary entry from its protocol buffer message."""
     fields = dict(_fields(raw))
     (score,) = struct.unpack("<f", fields.get(2, bytes(4)))
     return _Piece(fields[1].decode("utf-8"), score, fields.get(3, 1))
 
 
 def _fields(data: bytes) -> Iterator[tuple[int, Any]]:
-    """The numbered values of a message: numbers, or bytes."""
+    """Yield the field number and the value of each field of a protocol buffer message. Values are integers or
+    bytes.
+    """
     place = 0
 
     def number() -> int:
+        """Read a variable-length integer at the current place."""
         nonlocal place
         value = shift = 0
         while True:
@@ -158,7 +174,7 @@ def _fields(data: bytes) -> Iterator[tuple[int, Any]]:
 
 
 def _merges(ordered: list[Any], ranks: Mapping[Any, int], written: Callable[[Any], str]) -> list[list[str]]:
-    """All pairs of tokens that make a token, the earliest tokens first."""
+    """Return all pairs of tokens that form another token, in the order of the tokens they form."""
     merges = []
     for token in ordered:
         halves = [(token[:cut], token[cut:]) for cut in range(1, len(token))]
@@ -168,6 +184,7 @@ def _merges(ordered: list[Any], ranks: Mapping[Any, int], written: Callable[[Any
 
 
 def _bpe(vocabulary: dict[str, int], merges: list[list[str]]) -> dict[str, Any]:
+    """Return the "model" section of a ``tokenizer.json`` for BPE."""
     fixed = {
         "dropout": None,
         "unk_token": None,
@@ -181,6 +198,9 @@ def _bpe(vocabulary: dict[str, int], merges: list[list[str]]) -> dict[str, Any]:
 def _whole(
     model: dict[str, Any], special: Mapping[str, int], chosen: Mapping[str, int] | None = None, **parts: Any
 ) -> dict[str, Any]:
+    """Assemble a ``tokenizer.json``. `special` and `chosen` map the texts of added tokens to their ids;
+    `parts` are further sections.
+    """
     added = [
         {"id": number, "content": text, "special": text in special}
         | {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
@@ -192,7 +212,9 @@ def _whole(
 
 
 def converted(path: Path, letters: Mapping[int, str]) -> Converted:
-    """The ``tokenizer.json`` of a ``.tiktoken`` or ``.model`` file."""
+    """Convert a ``.tiktoken`` or ``.model`` file to the content of a ``tokenizer.json``. `letters` maps each
+    byte to the character written for it.
+    """
     if path.stat().st_size > LARGEST:
         raise ValueError(f"{path}: expected at most {LARGEST:,} bytes, got {path.stat().st_size:,}")
     try:

@@ -1,4 +1,6 @@
-"""Text to tokens and back: bytes, or any ``tokenizer.json``, or what can be made one. It lies in its model's folder."""
+"""Tokenizers: bytes, any ``tokenizer.json``, or a file that can be converted to one. A model's folder
+contains its tokenizer.
+"""
 
 from __future__ import annotations
 
@@ -20,27 +22,31 @@ from remanence.tokenizers.vocabulary import BYTES
 from remanence.verticals import tokenizer_of as vertical_tokenizer
 
 TRAINED, TOKENIZER, REACH = "trained.json", "tokenizer", "reach"
-"""Beside a trained model: the steps and tokens it was trained on, the kind of their data, whether it was saved with a
-tokenizer, and over how many tokens a memory was trained at most.
+"""The file next to a trained model, and two of its keys. The file holds the steps and tokens of the training,
+the kind of data, whether the model was saved with a tokenizer, and the largest number of tokens over which a
+memory was trained (`REACH`).
 """
 
 PIECE = 1 << 16
-"""Characters (or bytes) that are encoded at a time when a text comes as a stream."""
+"""The number of characters or bytes that are encoded at a time when a text is streamed."""
 
 
 LONE = re.compile("[\ud800-\udc7f\udd00-\udfff]")
-"""Halves of a pair that no text in UTF-8 has; those in between stand for bytes."""
+"""Surrogates that do not stand for a byte. The range left out is what Python uses for bytes that are not
+UTF-8.
+"""
 
 
 def utf8(text: str) -> bytes:
-    """A text as UTF-8. Bytes that were none, as an argument of the command line or a file's name can have, are these
-    bytes again; any other lone surrogate, as from JSON, becomes the replacement character U+FFFD.
+    """Encode a text as UTF-8. Surrogates that stand for invalid bytes, as in command-line arguments and file
+    names, become these bytes again. Any other lone surrogate, as from JSON, becomes the replacement character
+    U+FFFD.
     """
     return LONE.sub("\ufffd", text).encode("utf-8", "surrogateescape")
 
 
 class Decoder(Protocol):
-    """Turns tokens into text as they come; a character whose bytes are not all there yet is held back."""
+    """Converts tokens to text one by one. A character is held back until all its bytes have arrived."""
 
     def push(self, token: int) -> str: ...
 
@@ -48,8 +54,11 @@ class Decoder(Protocol):
 
 
 class Tokenizer(Protocol):
+    """The interface of all tokenizers."""
+
     vocabulary: int
-    end: int | None  # the token that ends a document, if there is one
+    """The number of token ids, including unused ones."""
+    end: int | None  # the token that ends a document, or None
 
     def encode(self, text: str) -> list[int]: ...
 
@@ -58,14 +67,16 @@ class Tokenizer(Protocol):
     def decoder(self) -> Decoder: ...
 
     def stream(self, pieces: Iterable[str | bytes]) -> Iterator[list[int]]:
-        """Tokens of a text that comes in pieces cut anywhere, in lists of bounded length."""
+        """Yield the tokens of a text that arrives in pieces cut anywhere, in lists of bounded length."""
         ...
 
     def save(self, folder: Path) -> None: ...
 
 
 class ByteTokenizer:
-    """One token per byte of UTF-8, and 256 for the end of a document. Bytes that are no UTF-8 are read as they are."""
+    """One token per byte of UTF-8, and token 256 for the end of a document. Bytes that are not valid UTF-8
+    are kept.
+    """
 
     vocabulary: int = BYTES
     end: int | None = BYTES - 1
@@ -91,6 +102,8 @@ class ByteTokenizer:
 
 
 class _ByteDecoder:
+    """Decodes byte tokens as they arrive."""
+
     def __init__(self) -> None:
         self.decoder = codecs.getincrementaldecoder("utf-8")("replace")
 
@@ -102,13 +115,15 @@ class _ByteDecoder:
 
 
 END = "<|end|>"
+"""The text of the byte tokenizer's end-of-document token in ``tokenizer.json``."""
 
 
 def byte_level_json() -> dict[str, Any]:
-    """The byte tokenizer in the ``tokenizers`` library's format, so that Hugging Face reads the same tokens.
+    """Return the byte tokenizer in the format of the ``tokenizers`` library, so that Hugging Face gives the
+    same tokens.
 
-    That format writes a byte as one character: itself where it is printable in Latin-1, else the next free one from 256
-    on.
+    This format writes each byte as one character: the byte's own Latin-1 character if it is printable, else
+    the next unused character from code 256 on.
     """
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
     others = [byte for byte in range(256) if byte not in printable]
@@ -151,7 +166,10 @@ class JsonTokenizer:
         words: Mapping[str, str] | None = None,
         text: str | None = None,
     ) -> None:
-        """`text` is the ``tokenizer.json`` that was made of a file of another kind."""
+        """`end` is the text of the token that ends a document, and `words` are the entries returned by
+        `_words`. `text` is the content of the ``tokenizer.json`` if it was converted from another kind of
+        file; otherwise `path` is read.
+        """
         try:
             from tokenizers import Tokenizer as Inner
         except ImportError:
@@ -163,8 +181,8 @@ class JsonTokenizer:
             self.text = path.read_text(encoding="utf-8") if text is None else text
             self.inner = Inner.from_str(self.text)
             self.inner.no_padding()
-            self.inner.no_truncation()  # a text is as long as it is
-            # Not their number: a model needs a place for each token, and there may be gaps.
+            self.inner.no_truncation()  # texts are never shortened
+            # The highest id plus one: a model needs a row for each id, and ids may have gaps.
             self.vocabulary = max(self.inner.get_vocab().values(), default=-1) + 1
             self.end = None if end is None else self.inner.token_to_id(end)
         if not self.vocabulary:
@@ -188,7 +206,9 @@ class JsonTokenizer:
         return _JsonDecoder(self)
 
     def stream(self, pieces: Iterable[str | bytes]) -> Iterator[list[int]]:
-        """Cut at the ends of lines (or, failing that, before a space), where most tokenizers do not join."""
+        """Yield tokens of a streamed text. It is cut at line ends or else before a space, where most
+        tokenizers do not merge.
+        """
         reader = codecs.getincrementaldecoder("utf-8")("replace")
         held = ""
         for piece in pieces:
@@ -209,7 +229,9 @@ class JsonTokenizer:
 
 
 class _JsonDecoder:
-    """Text comes once its last character is whole; what is then still pending comes at the end as it is."""
+    """Decodes tokens as they arrive. Text is returned when its last character is complete; incomplete text is
+    returned by `finish`.
+    """
 
     def __init__(self, tokenizer: JsonTokenizer) -> None:
         from tokenizers.decoders import DecodeStream
@@ -229,7 +251,9 @@ class _JsonDecoder:
 
 @contextmanager
 def _one_line(path: Path, what: str) -> Iterator[None]:
-    """The library's errors, which are plain Exceptions or, where it panics, not even those, as one line."""
+    """Convert the library's errors, including panics, which are not even Exceptions, to a ValueError with one
+    line. `what` says what failed.
+    """
     try:
         yield
     except (KeyboardInterrupt, SystemExit):
@@ -240,21 +264,24 @@ def _one_line(path: Path, what: str) -> Iterator[None]:
 
 
 SETTINGS = "tokenizer_config.json"
+"""The settings file that Hugging Face expects next to ``tokenizer.json``."""
 DIGEST = "remanence_digest"
-"""The entry of ``tokenizer_config.json`` with the digest of its other entries and of ``tokenizer.json``, whose own
-format takes no entries of ours.
+"""The key in ``tokenizer_config.json`` of the digest of its other entries and of ``tokenizer.json``, whose
+format does not allow extra entries.
 """
 
 TEMPLATE, LONGEST_TEMPLATE = "chat_template", 2**17
-"""The entry with a chat's template, and the most characters that are taken for one."""
+"""The key and file name of a chat template, and the maximum number of characters of a template."""
 
 THEIRS = "model_max_length"
-"""An entry that transformers writes into every ``tokenizer_config.json``, and we into none. It keeps our digest, and
-writes a ``tokenizer.json`` of its own beside it: so the digest does not count there.
+"""A key that transformers writes to every ``tokenizer_config.json`` and this package never does. When
+transformers saves a tokenizer, it keeps our digest but writes another ``tokenizer.json``, so the digest is
+then ignored.
 """
 
 
 def _digest(settings: Mapping[str, Any], tokenizer: Mapping[str, Any]) -> str:
+    """Return the digest of the settings, without their own digest, and of the content of ``tokenizer.json``."""
     rest = {name: value for name, value in settings.items() if name != DIGEST}
     return hashlib.sha256(canonical([rest, tokenizer])).hexdigest()[:32]
 
@@ -266,7 +293,9 @@ def write_settings(
     number: int | None,
     words: Mapping[str, str] | None = None,
 ) -> None:
-    """What Hugging Face wants to know beside the tokens: padding stands at the left, and where a text ends."""
+    """Write the settings that Hugging Face needs: padding on the left, and the end token with text `end` and
+    id `number`.
+    """
     settings: dict[str, Any] = {
         **(words or {}),
         "tokenizer_class": "PreTrainedTokenizerFast",
@@ -281,7 +310,7 @@ def write_settings(
 
 
 def load_tokenizer(folder: str | Path) -> Tokenizer:
-    """The tokenizer in a model's folder; bytes if there is none."""
+    """Return the tokenizer in a model's folder, or the byte tokenizer if there is none."""
     folder = resolve_model_path(folder)
     path, trained = folder / "tokenizer.json", folder / TRAINED
     if not path.is_file() and trained.is_file() and read_json(trained, LARGEST).get(TOKENIZER):
@@ -294,8 +323,8 @@ def load_tokenizer(folder: str | Path) -> Tokenizer:
 
 
 def read_tokenizer(path: Path) -> Tokenizer:
-    """A ``tokenizer.json``, with the end of a text that a ``tokenizer_config.json`` beside it names; or a file of
-    tiktoken's (``.tiktoken``) or SentencePiece's (``.model``).
+    """Read a ``tokenizer.json``, with the end token named in a ``tokenizer_config.json`` next to it, or
+    convert a file of tiktoken (``.tiktoken``) or SentencePiece (``.model``).
     """
     if not path.is_file():
         raise ValueError(f"{path}: no such file")
@@ -321,12 +350,14 @@ def read_tokenizer(path: Path) -> Tokenizer:
 
 
 OTHERS = (".tiktoken", ".model")
+"""The suffixes of tokenizer files that are converted."""
 HUB = re.compile(r"[\w.-]+(/[\w.-]+)?")
+"""The pattern of a model's name on the Hugging Face hub."""
 
 
 def tokenizer_file(name: str | Path) -> Path:
-    """The file that is meant: itself, the ``tokenizer.json`` of a folder, or that of a model on Hugging Face's hub,
-    which is downloaded once.
+    """Return the path of a tokenizer file: `name` itself if it is a file, the ``tokenizer.json`` in a folder,
+    or that of a model on the Hugging Face hub, which is downloaded once.
     """
     path = Path(name)
     if path.is_dir():
@@ -346,20 +377,22 @@ def tokenizer_file(name: str | Path) -> Path:
             with suppress(EntryNotFoundError):
                 hf_hub_download(path.as_posix(), beside)
         return Path(hf_hub_download(path.as_posix(), "tokenizer.json"))
-    except Exception as error:  # of many kinds: no such model, no network, no permission
+    except Exception as error:  # of many types: no such model, no network, no permission
         raise ValueError(
             f"tokenizer: expected a file, a folder, or a model on Hugging Face's hub, got {path} ({first_line(error)})"
         ) from None
 
 
 def _words(path: Path, settings: Mapping[str, Any]) -> dict[str, str]:
-    """What a chat is written with: the tokens that templates name, and the template, which may lie in its own file."""
+    """Return the settings for chats: the texts of the begin and end tokens, and the chat template, which may
+    be in a separate file. Missing ones are left out.
+    """
     found = {name: settings.get(name) for name in ("bos_token", "eos_token")}
     words = {name: told.get("content") if isinstance(told, dict) else told for name, told in found.items()}
     template, file = settings.get(TEMPLATE), path.with_name(f"{TEMPLATE}.jinja")
     if file.is_file() and file.stat().st_size <= LONGEST_TEMPLATE:
         template = file.read_text(encoding="utf-8", errors="replace")
-    if isinstance(template, list):  # several, by name
+    if isinstance(template, list):  # several templates with names
         named = {each.get("name"): each.get("template") for each in template if isinstance(each, dict)}
         template = named.get("default")
     if isinstance(template, str) and len(template) <= LONGEST_TEMPLATE:
@@ -368,12 +401,16 @@ def _words(path: Path, settings: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _settings(path: Path) -> dict[str, Any]:
-    """What stands in the ``tokenizer_config.json`` beside a ``tokenizer.json``, if there is one."""
+    """Return the content of the ``tokenizer_config.json`` next to a ``tokenizer.json``, or an empty
+    dictionary.
+    """
     settings = path.with_name(SETTINGS)
     return read_json(settings, LARGEST) if settings.is_file() else {}
 
 
 def pair_tokens(tokenizer: Tokenizer, context: str, end: str) -> tuple[list[int], list[int]]:
-    """Tokens of a text and of what follows it, as the whole is encoded: an end's first token may hold a space."""
+    """Encode `context` and `end` together and return the tokens of each. Encoding them together matters,
+    because the first token of `end` may include a space.
+    """
     before, whole = tokenizer.encode(context), tokenizer.encode(context + end)
     return whole[: len(before)], whole[len(before) :]

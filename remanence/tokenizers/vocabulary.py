@@ -1,4 +1,4 @@
-"""The byte tokenizer's vocabulary, which configs know without torch."""
+"""The size of the byte tokenizer's vocabulary. Separate, so that configs can import it without torch."""
 
 BYTES = 257
-"""256 bytes and the end of a document."""
+"""The vocabulary size of the byte tokenizer: 256 bytes and the end-of-document token."""

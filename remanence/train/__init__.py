@@ -1,4 +1,5 @@
-"""Training: `fit` goes from a config to a run folder that can be interrupted at any moment and resumed.
+"""Training. `fit` trains a model from a config in a run folder; a run can be interrupted at any time and
+resumed.
 
 `Run` does the same, one step at a time.
 """

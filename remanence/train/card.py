@@ -77,13 +77,14 @@ WITHOUT_TOKENIZER = """With Hugging Face (`pip install 'remanence[hf]'`; tokens 
 
 """
 TEXT = {"file": "book.txt", "stem": "book", "prompt": "And then", "text": "A text of any length."}
-"""What a card reads, unless the tokenizer has an `example` of its own."""
+"""The example text in a model card, unless the tokenizer has its own `example`."""
 
 
 def write_card(model: Any, folder: Path, name: str, trained: Mapping[str, object], data: DataConfig) -> None:
-    """Write ``README.md`` to a model's folder, which is to have this name. `data` is what it was trained on: its
-    commands run as they are written, on files of that kind. A model that is no `Model` describes itself, by a method
-    `card_parts`.
+    """Write the model card ``README.md`` to the folder of a model. `name` is the final name of the folder.
+
+    `trained` is the training record. `data` is the config of the training data, which decides the example
+    commands. A model that is not a `Model` describes itself by a method `card_parts`.
     """
     name = shown(name, keep="")
     count = sum(parameter.numel() for parameter in model.parameters())
@@ -105,6 +106,7 @@ def write_card(model: Any, folder: Path, name: str, trained: Mapping[str, object
 
 
 def _of_model(model: Model, folder: Path, name: str, data: DataConfig) -> dict[str, str]:
+    """Return the parts of the card that depend on the model: "pipeline", "facts", "measure" and "use"."""
     config, own = model.config, (folder / "tokenizer.json").is_file()
     runs = [(block, len(list(same))) for block, same in groupby(config.blocks)]
     pattern = ", ".join(f"{count} {block}" for block, count in runs)

@@ -18,14 +18,16 @@ def carry_in(
     initial_state: InitialState | None = None,
     number: int = 0,
 ) -> State:
-    """The state at the start of a step: the carried one, or a new one where a document begins or a memory has diverged.
+    """Return the state at the start of a step.
 
-    The new state is always made and part of the autograd graph: with sharded weights both are collective calls.
+    Rows in which a document begins, or whose memory has diverged, get a new state; the others keep the
+    carried one. The new state is always computed and part of the autograd graph, since with sharded weights
+    its forward and backward pass are collective calls.
     """
     fresh = model.start(batch.tokens.shape[0])
     if initial_state is not None:
         fresh = initial_state.start(fresh, batch, number, carried)
-    if carried is None or (batch.begins is not None and bool(batch.begins.all())):  # perhaps of other rows
+    if carried is None or (batch.begins is not None and bool(batch.begins.all())):  # batch size may differ
         return fresh
     renewed = carried.diverged
     if batch.begins is not None:
@@ -34,10 +36,11 @@ def carry_in(
 
 
 def carry_out(model: Model, state: State, batch: Batch, captured: bool) -> State:
-    """The state after a step that rows carry to the next one, detached.
+    """Return the state that rows carry from this step to the next one, detached.
 
-    A row whose document ended has read padding after it. Its position is set to 0, and the next step starts it with a
-    new state. After a captured step, rows whose memory diverged get a new state here; otherwise in `carry_in`.
+    A row whose document ended has read padding after it. Its position is set to 0, and the next step starts
+    it with a new state. After a captured step, rows whose memory diverged get a new state here; otherwise in
+    `carry_in`.
     """
     if captured and bool((bad := state.diverged).any()):
         state = where(bad.tolist(), model.start(len(bad)).detach(), state)

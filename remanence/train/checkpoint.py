@@ -1,8 +1,9 @@
-"""A run's checkpoints: folders that are complete or absent, of which the last few stay. Only safetensors and JSON.
+"""Checkpoints of a run: folders of safetensors and JSON files. A checkpoint is either complete or absent.
 
-One process writes a model's folder with the optimizer beside it. Several processes write their own shards at once, as
-torch's distributed checkpoints in safetensors. Any number of processes can load either kind. ``progress.json``, written
-last, names all files; each holds the digest of its content, but for torch's shards, whose digests stand there.
+A single process writes a model folder with the state of the optimizer in it. Several processes write one
+shard each, in the format of torch's distributed checkpoints with safetensors. Any number of processes can
+load either format. ``progress.json`` is written last and lists all files with their digests. Each safetensors
+file also holds its own digest, except for the shards written by torch.
 """
 
 from __future__ import annotations
@@ -36,11 +37,15 @@ from remanence.train.trainable import ModelDescription, TrainableModel
 from remanence.verticals import model_loader
 
 PARTS = "parts"
+"""The subfolder of a checkpoint that holds the shards of several processes."""
 MOMENTS = ("exp_avg", "exp_avg_sq")
+"""The names of the two moments in the state of AdamW."""
 
 
 class Progress(NamedTuple):
-    """Where a run stands: the next step, the tokens read so far, steps skipped in all and in a row."""
+    """The progress of a run: the next step, the tokens read so far, and the skipped steps, in total and in a
+    row.
+    """
 
     step: int = 0
     tokens: int = 0
@@ -58,21 +63,26 @@ def save(
     world: World,
     initial_state: InitialState | None = None,
 ) -> None:
-    """Write a checkpoint under a temporary name and rename it; then remove all but the last `config.keep`."""
+    """Write a checkpoint under a temporary name and rename it.
+
+    Then remove all but the last `config.keep` ones.
+    """
     target, temporary = folder / f"{progress.step:08d}", folder / f".{progress.step:08d}.tmp"
 
     def make_room() -> None:
+        """Remove unfinished checkpoints, and create the temporary folder with the model's config."""
         folder.mkdir(parents=True, exist_ok=True)
         for left in folder.glob(".*.tmp"):
             if left.is_dir():
                 shutil.rmtree(left)
-        if target.exists() and target not in checkpoints(folder):  # a part of it was removed
+        if target.exists() and target not in checkpoints(folder):  # it is incomplete
             shutil.rmtree(target)
         if not target.exists():
             temporary.mkdir()
             write_json(temporary / "config.json", model.describe())
 
     def finish() -> None:
+        """Write progress.json, rename the temporary folder, and remove old checkpoints."""
         if not target.exists():
             write_tensors(temporary / "random.safetensors", {"cpu": torch.get_rng_state()}, {})
             shards = _shard_digests(temporary, flushed=True)
@@ -81,8 +91,9 @@ def save(
             write_json(temporary / "progress.json", sealed({**progress._asdict(), **facts}))
             os.replace(temporary, target)
             flush(folder)
-        for old in checkpoints(folder)[: -config.keep]:  # also what a kill has kept from being removed
-            shutil.rmtree(old.rename(folder / f".{old.name}.tmp"))  # half a checkpoint must not look like one
+        for old in checkpoints(folder)[: -config.keep]:  # also those that a killed run left
+            # Renamed first, so that a partly removed folder is not taken for a complete checkpoint.
+            shutil.rmtree(old.rename(folder / f".{old.name}.tmp"))
 
     try:
         world.run_on_rank0(make_room)
@@ -102,6 +113,7 @@ def _write(
     world: World,
     initial_state: InitialState | None,
 ) -> None:
+    """Write the weights, the optimizer's moments and the states of this process to the temporary folder."""
     if not is_sharded(model):
         if world.first:
             model.save(temporary)
@@ -121,17 +133,21 @@ def _write(
 
 
 def _digest(path: Path) -> str:
-    """The digest that a file holds in its header, else the digest of its bytes."""
+    """Return the digest stored in the header of a safetensors file, or else the digest of the file's bytes."""
     stored = read_header(path).metadata.get(DIGEST) if path.suffix == ".safetensors" else None
     return stored or file_digest(path)
 
 
 def _shard_digests(checkpoint: Path, *, flushed: bool = False) -> dict[str, str]:
-    """The digests of the shards that torch has written, by file name. `flushed` first writes them to the disk."""
+    """Return the digests of the shards written by torch, by file name.
+
+    With `flushed`, sync them to disk first.
+    """
     folder = checkpoint / PARTS
     paths = sorted(folder.iterdir()) if folder.is_dir() else []
 
     def digest(path: Path) -> str:
+        """Return the digest of a shard."""
         if flushed:
             flush(path)
         return file_digest(path)
@@ -141,7 +157,7 @@ def _shard_digests(checkpoint: Path, *, flushed: bool = False) -> dict[str, str]
 
 
 def checkpoints(folder: Path) -> list[Path]:
-    """The complete checkpoints in a folder, oldest first."""
+    """Return the paths of the complete checkpoints in a folder, oldest first."""
     return sorted(path for path in folder.glob("[0-9]*") if (path / "progress.json").is_file())
 
 
@@ -154,9 +170,10 @@ def load(
     *,
     stored_config: Callable[[Path, TrainableModel], ModelDescription] = lambda path, _: read_config(path),
 ) -> tuple[Progress, State | None]:
-    """Load a checkpoint: weights, moments and random numbers in place. Returns the progress and the carried state.
+    """Load weights, moments and the random number state in place. Return the progress and the carried state
+    (or None).
 
-    `stored_config` reads the config of the checkpoint's model, which must be `model`'s.
+    `stored_config` reads the config of the model in the checkpoint, which must equal ``model.config``.
     """
     progress, facts = _progress(path)
     world.run_on_rank0(lambda: _check_complete(path, facts))
@@ -177,7 +194,7 @@ def load(
     _read(path, {**_weights(model), **moments}, world)
     for name, parameter in parameters.items():
         own = {key: moments[f"{key}.{name}"] for key in MOMENTS}
-        fused = parameter.device.type == "cuda"  # whose fused step counts on the device
+        fused = parameter.device.type == "cuda"  # fused AdamW keeps the step count on the device
         count = torch.tensor(float(taken), device=parameter.device if fused else "cpu")
         optimizer.state[parameter] = {"step": count, **own}
     with _fitting(path / "random.safetensors"):
@@ -191,18 +208,21 @@ def load(
 
 
 def read_progress(path: Path) -> Progress:
-    """The progress of the run at a checkpoint."""
+    """Return the progress of the run at a checkpoint."""
     return _progress(path)[0]
 
 
 def saved_config(path: Path) -> Mapping[str, object] | None:
-    """The config that a checkpoint was written under, as plain data; None for checkpoints of early versions."""
+    """Return the run's config stored in a checkpoint, as plain data.
+
+    None for checkpoints of early versions.
+    """
     return _progress(path)[1].get("config")
 
 
 @contextmanager
 def _fitting(path: Path) -> Iterator[None]:
-    """Turn errors about unexpected tensors into one line. Only a file without a digest can hold such tensors."""
+    """Turn errors about missing or unexpected tensors into a one-line ValueError that names the file."""
     try:
         yield
     except (KeyError, IndexError, RuntimeError, TypeError) as error:
@@ -210,7 +230,7 @@ def _fitting(path: Path) -> Iterator[None]:
 
 
 def _check_complete(path: Path, facts: dict[str, Any]) -> None:
-    """Refuse a checkpoint with missing or altered files."""
+    """Raise an error if files of a checkpoint are missing or altered."""
     for name, digest in facts.get("files", {}).items():
         if not (path / name).is_file():
             raise ValueError(f"{path / name}: no such file, which the checkpoint was written with")
@@ -221,7 +241,7 @@ def _check_complete(path: Path, facts: dict[str, Any]) -> None:
 
 
 def load_model(path: Path) -> Any:
-    """The model with all its weights, from a checkpoint of either kind or a model folder."""
+    """Load a model with all its weights, from a checkpoint of either format or a model folder."""
     if (path / "progress.json").is_file():
         _check_complete(path, _progress(path)[1])
     if (loader := model_loader(path)) is not None:
@@ -236,17 +256,17 @@ def load_model(path: Path) -> Any:
 
 
 def load_carried(path: Path) -> State | None:
-    """The carried state of all rows."""
+    """Load the carried state of all rows of a checkpoint. None if rows carried no state."""
     return _carried(path, load_model(path), World(torch.device("cpu")))
 
 
 def _read(path: Path, into: dict[str, Tensor], world: World) -> None:
-    """Fill tensors in place, whatever number of processes wrote them."""
+    """Fill the tensors of `into` in place from a checkpoint that any number of processes wrote."""
     if (path / PARTS).is_dir():
         import torch.distributed.checkpoint as dcp
 
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # that there is no process group, which is so
+            warnings.simplefilter("ignore")  # torch warns if there is no process group; none is needed
             with _one_line(path, ValueError):
                 reader = dcp.HuggingFaceStorageReader(str(path / PARTS))
                 stored = {current_name(name): name for name in reader.read_metadata().state_dict_metadata}
@@ -256,7 +276,7 @@ def _read(path: Path, into: dict[str, Tensor], world: World) -> None:
     parts = (
         read_tensors(path / name, mapped=0).tensors for name in ("model.safetensors", "optimizer.safetensors")
     )
-    # Left in the files, as they are copied from there.
+    # The tensors are memory-mapped, and copied to their destination below.
     found = {current_name(name): tensor for part in parts for name, tensor in part.items()}
     for name, tensor in into.items():
         if name not in found or found[name].shape != tensor.shape:
@@ -267,7 +287,9 @@ def _read(path: Path, into: dict[str, Tensor], world: World) -> None:
 
 @contextmanager
 def _one_line(path: Path, kind: type[Exception]) -> Iterator[None]:
-    """Errors of torch's distributed checkpoints in one line: their own are pages long, and no `Exception`."""
+    """Turn errors of torch's distributed checkpoints, which are pages long, into a one-line error of type
+    `kind`.
+    """
     from torch.distributed.checkpoint.api import CheckpointException
 
     try:
@@ -280,7 +302,7 @@ def _one_line(path: Path, kind: type[Exception]) -> Iterator[None]:
 
 
 def _progress(path: Path) -> tuple[Progress, dict[str, Any]]:
-    """The progress of a run, and the other entries of progress.json."""
+    """Return the progress of a run, and the other entries of progress.json (files, shards, config)."""
     facts = read_json(path / "progress.json")
     found = {name: facts.pop(name, None) for name in Progress._fields}
     if any(type(value) is not int or value < 0 for value in found.values()):
@@ -294,10 +316,12 @@ def _progress(path: Path) -> tuple[Progress, dict[str, Any]]:
 
 
 def _weights(model: TrainableModel) -> dict[str, Tensor]:
+    """Return the saved parameters by their name in the checkpoint, which starts with ``model.``."""
     return {f"model.{name}": parameter.detach() for name, parameter in model.saved_parameters()}
 
 
 def _moments(model: TrainableModel, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+    """Return the moments of AdamW by their name in the checkpoint. Empty before the first step."""
     named: dict[str, Tensor] = {}
     for name, parameter in model.saved_parameters():
         state: dict[str, Tensor] = optimizer.state.get(parameter, {})
@@ -306,7 +330,10 @@ def _moments(model: TrainableModel, optimizer: torch.optim.Optimizer) -> dict[st
 
 
 def _carried(path: Path, model: TrainableModel, world: World) -> State | None:
-    """The carried state of this process's rows, whatever number of processes wrote it."""
+    """Load the carried state of this process's rows.
+
+    Any number of processes may have written it. None if absent.
+    """
     parts = sorted(path.glob("carried-*.safetensors"))
     if not parts:
         return None

@@ -1,4 +1,4 @@
-"""Checks of configuration fields against their annotations and ranges. Imports no torch."""
+"""Checks of configuration fields against their annotations and ranges. This module does not import torch."""
 
 from __future__ import annotations
 
@@ -16,10 +16,11 @@ NAMES = {
     str: "a text",
     type(None): "none",
 }
+"""The words that error messages use for types."""
 
 
 def check_types(config: DataclassInstance) -> None:
-    """Check every field of a dataclass against its annotation, which a file or a caller may have ignored."""
+    """Raise an error if the value of a field of a dataclass does not match its type annotation."""
     hints = get_type_hints(type(config))
     for field in fields(config):
         value = getattr(config, field.name)
@@ -28,6 +29,10 @@ def check_types(config: DataclassInstance) -> None:
 
 
 def _fits(hint: object, value: object) -> bool:
+    """Whether a value matches a type annotation.
+
+    Floats must be finite, and integers are accepted as floats.
+    """
     origin, inner = get_origin(hint), get_args(hint)
     if origin is Literal:
         return value in inner
@@ -45,6 +50,7 @@ def _fits(hint: object, value: object) -> bool:
 
 
 def _describe(hint: object) -> str:
+    """Describe a type annotation in words, for error messages."""
     origin, inner = get_origin(hint), get_args(hint)
     if origin is Literal:
         return f"one of {', '.join(map(str, inner))}"
@@ -58,12 +64,14 @@ def _describe(hint: object) -> str:
 
 
 def check_between(low: float, high: float, **values: float) -> None:
+    """Raise an error if a value is outside of [low, high]."""
     for name, value in values.items():
         if not low <= value <= high:
             raise ValueError(f"{name}: expected a number from {low:g} to {high:g}, got {value!r}")
 
 
 def check_positive(**values: float) -> None:
+    """Raise an error if a value is not above 0."""
     for name, value in values.items():
         if value <= 0:
             raise ValueError(f"{name}: expected a number above 0, got {value!r}")

@@ -1,4 +1,8 @@
-"""A training run as data: what to train, on what, and how. Frozen, validated, saved with the run. Imports no torch."""
+"""The configuration of a training run: model, data and optimizer. It is immutable, validated and saved with
+the run.
+
+This module does not import torch.
+"""
 
 from __future__ import annotations
 
@@ -21,13 +25,15 @@ class OptimizerConfig:
     """AdamW and its learning rate over time.
 
     Attributes:
-        lr: the peak.
-        betas, eps, weight_decay: AdamW's; only matrices are decayed, never gains, biases or a memory's beginning.
-        clip: the largest norm of the gradient.
-        schedule: after the warm-up, "cosine" to the end, "wsd" (constant, then down to the end) or "constant".
-        warmup: steps from 0 to the peak.
-        final: the last learning rate, as a share of the peak.
-        decay: wsd's last part, as a share of all steps.
+        lr: the peak learning rate.
+        betas, eps, weight_decay: the settings of AdamW. Weight decay applies to matrices only, never to
+            gains, biases or the learned initial state of a memory.
+        clip: the norm to which larger gradients are scaled down.
+        schedule: the learning rate after the warm-up: "cosine" (decay to the end), "wsd" (constant, then
+            linear decay to the end) or "constant".
+        warmup: the number of steps in which the learning rate rises from 0 to the peak.
+        final: the learning rate of the last step, as a fraction of the peak.
+        decay: the length of the decay of "wsd", as a fraction of all steps.
     """
 
     lr: float = 1e-3
@@ -49,7 +55,10 @@ class OptimizerConfig:
         check_between(0, float("inf"), weight_decay=self.weight_decay, warmup=self.warmup)
 
     def rate(self, step: int, steps: int) -> float:
-        """The learning rate of a step, counted from 0: a function, so that a resumed run needs no memory of it."""
+        """Return the learning rate of a step, counted from 0, of a run of `steps` steps.
+
+        It depends on nothing else.
+        """
         if step < self.warmup:
             return self.lr * (step + 1) / self.warmup
         decay_start = (
@@ -65,48 +74,60 @@ class OptimizerConfig:
 
 
 PLAIN = {"attention", "window", "conv_window", "knn"}
-"""Blocks without a neural memory."""
+"""The kinds of block that have no neural memory."""
 
 
 @accepts_old_names("train")
 @dataclass(frozen=True, kw_only=True)
 @with_vertical_fields
 class TrainConfig:
-    """One run.
+    """The configuration of one training run.
 
     Attributes:
-        model, optimizer: see their classes.
+        model, optimizer: the configuration of the model and of the optimizer.
         data: where batches come from: the dataclass of a kind of data (`DATA_KINDS`).
-        init_from: the folder of a model whose weights the run begins with; its shape counts then, not `model`'s. Of one
-            that is attached to a pretrained model, only what is new is trained.
-        windows: of an attached model: windows that its attention has, one after the other in equal parts of the run's
-            first half; in the second it is the model's own. Wider ones, falling, narrow a model step by step; narrower
-            ones have it look into its memory from the first step on. Without, it is its own all the time.
-        steps, batch: optimizer steps, and rows of one (of all accumulated parts and processes together).
-        accumulate: parts that a step's rows are read in, one after the other.
-        carry: whether rows carry their memory from step to step (kinds of data that continue), without gradient between
+        init_from: the folder of a model whose weights the run starts from. The configuration of that model is
+            used instead of `model`. If it is a memory attached to a pretrained model, only the new parameters
+            are trained.
+        windows: attention windows, in tokens, for a model attached to a pretrained one. They are used one
+            after the other in equal parts of the first half of the run; the second half uses the model's own
+            window. Decreasing windows wider than the model's own narrow its attention step by step; narrower
+            ones force the model to use its memory from the first step. Empty: the model's own window in all
             steps.
-        initial_state: a row's memory when a document begins: "fresh", the learned state; "neighbor", that of the
-            neighbouring row after the step before; "noise", normal random numbers as large as memories are after a
-            step.
-        initial_state_share: the share of the documents that `initial_state` applies to; the others begin fresh.
-        write_cost: what writing costs, in nats: it is added to the loss times the mean of log(s / threshold) over the
-            tokens whose step gate s is above ``model.memory.threshold``. It grows evenly from 0 over the second half of
-            the run, when the memory is of use, which then writes what it needs and passes over the rest.
+        steps, batch: the number of optimizer steps, and the number of rows of a step (over all accumulated
+            parts and processes).
+        accumulate: the number of parts into which a step's rows are split. Gradients are summed over the
+            parts.
+        carry: whether rows carry their memory from step to step, without gradient between steps. Only for
+            kinds of data whose rows continue from step to step.
+        initial_state: the memory of a row when a document begins: "fresh" (the learned state), "neighbor"
+            (the memory of the neighbouring row after the previous step) or "noise" (normal random numbers of
+            the same magnitude as memories have after a step).
+        initial_state_share: the fraction of the documents that `initial_state` applies to; the others begin
+            fresh.
+        write_cost: a penalty on writing to the memory, in nats. The loss gets this factor times the mean over
+            tokens of log(s / threshold), where s is the step gate; tokens with s below
+            ``model.memory.threshold`` count as 0. The factor is 0 in the first half of the run and grows
+            linearly in the second half, when the memory is already useful and learns to write only the tokens
+            that it needs.
         precision: "float32", or "bfloat16" by autocast; parameters and memories stay float32.
-        checkpointing: recompute activations in backward.
-        compile: torch.compile of the feed-forward nets.
-        graph: whether a step's forward and backward are captured as a CUDA graph and replayed. None: where that is
-            possible and leaves enough of the GPU's memory free; docs/training.md.
-        seed: of weights and batches.
-        validate_every: steps between two validations, on ``data.held_out`` or what the kind of data holds out; the
-            run's model is then the one with the lowest loss in them. 0: never, and the model is the last.
-        stop_after: validations in a row without a lower loss after which the run ends. 0: never.
-        save_every, keep: steps between checkpoints, and how many of the last ones stay.
-        log_every: steps between lines of the log.
-        trackers: where metrics go in addition to metrics.jsonl: "tensorboard", "wandb".
-        prompt, sample_tokens: of the sample that the run writes on SIGUSR1.
-        patience: steps with a non-finite loss or gradient, which are skipped, before the run stops.
+        checkpointing: recompute activations in the backward pass, which needs less memory.
+        compile: apply torch.compile to the feed-forward networks.
+        graph: whether the forward and backward pass of a step are captured as a CUDA graph and replayed.
+            None: if possible, and if enough GPU memory stays free; see docs/training.md.
+        seed: the seed of the initial weights and of the batches.
+        validate_every: the number of steps between two validations, on ``data.held_out`` or the part that the
+            kind of data holds out. The resulting model is the one with the lowest validation loss. 0: no
+            validation, and the resulting model is that of the last step.
+        stop_after: the run ends after this many validations in a row without a lower loss. 0: never.
+        save_every, keep: the number of steps between checkpoints, and how many of the latest checkpoints are
+            kept.
+        log_every: the number of steps between lines of the log.
+        trackers: destinations of the metrics in addition to metrics.jsonl: "tensorboard", "wandb".
+        prompt, sample_tokens: the prompt and the number of tokens of the sample that the run writes on
+            SIGUSR1.
+        patience: the run stops after this many steps in a row with a non-finite loss or gradient; they are
+            skipped.
         device: "auto", "cpu", "cuda" or "mps".
     """
 
@@ -197,7 +218,9 @@ class TrainConfig:
             raise ValueError(f"initial_state: expected {expected}, got {self.initial_state!r}")
 
     def _check_kind(self) -> None:
-        """Refuse what only other kinds of data have, and what this one does not support."""
+        """Raise an error for settings that apply only to other kinds of data, or that this kind does not
+        support.
+        """
         data, kind = self.data, self.data.kind
         defaults = {each.name: each.default_factory for each in fields(self)}
         for owner, other in DATA_KINDS.items():
@@ -213,7 +236,10 @@ class TrainConfig:
             raise ValueError("data.held_out: expected validate_every above 0 beside it, got 0")
 
     def window_at(self, step: int, own: int | None) -> int | None:
-        """The window of a step, counted from 0, of a model whose own it is in the end."""
+        """Return the attention window of a step, counted from 0.
+
+        `own` is the model's own window, used at the end.
+        """
         part = 2 * step * len(self.windows) // self.steps
         return self.windows[part] if part < len(self.windows) else own
 
@@ -231,14 +257,17 @@ class TrainConfig:
 
 
 def override(config: TrainConfig, changes: Mapping[str, str]) -> TrainConfig:
-    """A copy with dotted fields changed, given as text: ``{"optimizer.lr": "3e-4", "model.memory.chunk": "64"}``."""
+    """Return a copy with fields changed.
+
+    Names are dotted and values are text: ``{"optimizer.lr": "3e-4"}``.
+    """
     of_data, others = split_prefix(changes.items(), "data.")
     renamed = current_fields("train", dict(others))
     changes = {name: current_value(f"train.{name}", value, warn=False) for name, value in renamed.items()}
     data = apply_overrides(config, changes)
     data["data"] = config.data.override(of_data)
     if "model.dim" in changes and "model.memory.dim" not in changes:
-        del data["model"]["memory"]["dim"]  # it follows the model's
+        del data["model"]["memory"]["dim"]  # by default it is derived from model.dim
     if changes.get("model.memory.net", config.model.memory.net) != config.model.memory.net:
         given = {dotted.removeprefix("model.memory.") for dotted in changes}
         data["model"]["memory"].update(dict.fromkeys(name for name in FOLLOWS if name not in given))
@@ -252,7 +281,10 @@ def override(config: TrainConfig, changes: Mapping[str, str]) -> TrainConfig:
 
 
 def _build(cls: Any, data: Mapping[str, Any]) -> Any:
-    """Nested dataclasses from plain data; an unknown field is refused, with the nearest name."""
+    """Build nested dataclasses from plain data.
+
+    An unknown field is an error that suggests the nearest name.
+    """
     if cls is ModelConfig:
         return ModelConfig.from_dict(data)
     hints = get_type_hints(cls)

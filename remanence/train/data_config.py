@@ -1,4 +1,7 @@
-"""Configurations of training data: one frozen dataclass for each kind, registered by kind. Imports no torch."""
+"""Configurations of training data: one frozen dataclass for each kind of data.
+
+This module does not import torch.
+"""
 
 from __future__ import annotations
 
@@ -14,29 +17,30 @@ from remanence.train.checks import check_between, check_positive, check_types
 from remanence.verticals import Registry, data_configs
 
 PATHS = ("path", "held_out", "books")
-"""Fields that hold a path or ``hf:NAME``, in every kind that has them."""
+"""The names of fields that hold a path or ``hf:NAME``, for all kinds of data."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class DataConfig:
     """The base class of all kinds of data. ``DataConfig(kind="recall", pairs=8)`` is ``RecallData(pairs=8)``.
 
-    For a kind of your own, write a frozen dataclass with this base and a default for `kind`, and register it with the
-    function that makes its source of batches: `remanence.train.register_data`.
+    To add a kind of data, write a frozen subclass with a default for `kind`, and register it together with
+    the function that makes its source of batches: `remanence.train.register_data`.
 
     Class attributes describe the kind:
 
-    - ``carries``: whether its rows continue from step to step; ``max_carried_steps``: for how many steps at most, None
-      for any number;
+    - ``carries``: whether its rows continue from step to step; ``max_carried_steps``: the largest number of
+      steps over which a row continues, or None if there is no limit;
     - ``causal_lm``: whether ``TrainConfig.model`` describes the entire model, a causal language model;
-    - ``train_fields``: the fields of `TrainConfig` that only this kind has;
-    - ``required``: fields of `TrainConfig` that must have a certain value with this kind;
-    - ``recorded``: fields that are written to the trained model's folder;
-    - ``evaluation``: arguments of ``remanence eval`` that measure its models, for the model card.
+    - ``train_fields``: the fields of `TrainConfig` that apply to this kind only;
+    - ``required``: the fields of `TrainConfig` that must have a certain value with this kind, and that value;
+    - ``recorded``: the fields of this dataclass that are written to the trained model's folder;
+    - ``evaluation``: the arguments of ``remanence eval`` that evaluate models of this kind, for the model
+      card.
 
     Attributes:
         kind: the name by which the class is registered (`remanence.train.DATA_KINDS`).
-        length: tokens of a row.
+        length: the number of tokens of a row.
     """
 
     kind: str = "packed"
@@ -68,26 +72,35 @@ class DataConfig:
 
     @property
     def stages(self) -> tuple[int, ...]:
-        """The lengths of texts over the run, of a kind with a curriculum; () if every row has `length` tokens."""
+        """The lengths of texts in the stages of a curriculum, in tokens, or () if every row has `length`
+        tokens.
+        """
         return ()
 
     def without_schedule(self) -> Self:
-        """The data as it is at the end of a run: without a ramp or a curriculum."""
+        """Return a copy without a ramp or a curriculum, which describes the data at the end of a run."""
         return self
 
     def map_paths(self, change: Callable[[str | None], str | None]) -> Self:
+        """Return a copy with `change` applied to every field that holds a path (`PATHS`)."""
         present = [name for name in PATHS if name in self.field_names()]
         changed: dict[str, Any] = {name: change(getattr(self, name)) for name in present}
         return replace(self, **changed)
 
     def to_dict(self) -> dict[str, object]:
-        """Plain data for a file. A `held_out` of None is left out: files of earlier versions do not have it."""
+        """Return the fields as plain data.
+
+        A `held_out` of None is omitted, as in the files of earlier versions.
+        """
         plain = {name: getattr(self, name) for name in self.field_names()}
         return {name: value for name, value in plain.items() if name != "held_out" or value is not None}
 
     @staticmethod
     def from_dict(data: Mapping[str, object]) -> DataConfig:
-        """From a file. Fields of other kinds, which earlier versions wrote as well, are dropped."""
+        """Build the config from a file's data.
+
+        Fields of other kinds (written by earlier versions) are ignored.
+        """
         kind = current_value("data.kind", data.get("kind", DataConfig.kind), warn=False)
         cls = data_class(kind)
         own = cls.field_names()
@@ -97,24 +110,29 @@ class DataConfig:
 
     @classmethod
     def from_fields(cls, given: Mapping[str, object]) -> Self:
-        """From the fields that a file has; lists become tuples."""
+        """Build the config from the fields in a file; lists become tuples."""
         cls.check_names(given)
         values: dict[str, Any] = {name: tuple(v) if isinstance(v, list) else v for name, v in given.items()}
         return cls(**values)
 
     @classmethod
     def field_names(cls) -> tuple[str, ...]:
+        """Return the names of the dataclass fields of this kind."""
         return tuple(field.name for field in fields(cls))
 
     @classmethod
     def current_field(cls, name: str) -> str:
-        """The present name of one of this kind's fields; any other name is returned as it is."""
+        """Return the current name of a field of this kind that was renamed; any other name is returned
+        unchanged.
+        """
         current = current_field("data", name)
         return current if name not in cls.field_names() and current in cls.field_names() else name
 
     @classmethod
     def check_names(cls, names: Iterable[str]) -> None:
-        """Refuse a field that this kind does not have: name the kinds that have it, or the nearest field."""
+        """Raise an error for a field that this kind lacks, with the kinds that have it or the nearest field
+        name.
+        """
         for name in names:
             if cls.current_field(name) in cls.field_names():
                 continue
@@ -128,7 +146,10 @@ class DataConfig:
             check_choice(f"data.{name}: field of {cls.__name__}", name, cls.field_names())
 
     def override(self, changes: Mapping[str, str]) -> DataConfig:
-        """A copy with fields changed, given as text. With another kind, the fields that both have are kept."""
+        """Return a copy with fields changed; values are text.
+
+        If the kind changes, the common fields are kept.
+        """
         kind = current_value("data.kind", changes.get("kind", self.kind))
         cls = data_class(kind)
         cls.check_names(changes)
@@ -138,15 +159,17 @@ class DataConfig:
 
     @classmethod
     def parse_fields(cls, changes: Mapping[str, str]) -> dict[str, Any]:
+        """Convert the values of fields from text to the types of the fields."""
         hints = get_type_hints(cls)
         return {name: parse_value(hints[name], text, f"data.{name}") for name, text in changes.items()}
 
 
 @dataclass(frozen=True, kw_only=True, init=False)
 class UnregisteredData(DataConfig):
-    """A kind that this process has no dataclass for: one in `SOURCES` alone, or a run's of somebody else.
+    """A kind of data that has no dataclass in this process.
 
-    Its fields are whatever was given. The fields that every kind had in earlier versions have their defaults.
+    Either only its source is registered (in `SOURCES`), or the run was made by a program that registered the
+    kind. It accepts any fields. The fields that every kind had in earlier versions have default values.
 
     Attributes:
         values: the fields by name.
@@ -176,11 +199,14 @@ class UnregisteredData(DataConfig):
 
     @classmethod
     def check_names(cls, names: Iterable[str]) -> None:
-        """Every field is accepted: only the code that reads it knows which ones there are."""
+        """Accept every name: only the code that reads the fields knows which ones are valid."""
 
     @classmethod
     def parse_fields(cls, changes: Mapping[str, str]) -> dict[str, Any]:
-        """By the types that these fields have in other kinds; any other is a text."""
+        """Parse values by the types that these fields have in other kinds.
+
+        Fields that no kind has stay text.
+        """
         own = [get_type_hints(data) for data in (DataConfig, *DATA_KINDS.values())]
         hints = {name: hint for found in own for name, hint in found.items()}
         return {
@@ -191,12 +217,12 @@ class UnregisteredData(DataConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class CorpusData(DataConfig):
-    """The base class of kinds that are read from files.
+    """The base class of the kinds of data that are read from files.
 
     Attributes:
-        path: where the data is: a folder of shards that ``remanence data prepare`` wrote, unless the kind says
-            otherwise.
-        held_out: data of the same kind and form as `path` that is not trained on, for ``validate_every``.
+        path: the location of the data: a folder of shards that ``remanence data prepare`` wrote, unless the
+            kind of data has another format.
+        held_out: data of the same kind and format as `path` that is not trained on, for ``validate_every``.
     """
 
     path: str | None = None
@@ -212,7 +238,10 @@ class PackedData(CorpusData):
 
 @dataclass(frozen=True, kw_only=True)
 class DocumentsData(CorpusData):
-    """Documents of prepared shards, each read in order by one row."""
+    """Documents of prepared shards.
+
+    Each document is read in order by one row, over as many steps as it needs.
+    """
 
     kind: str = "documents"
     carries: ClassVar[bool] = True
@@ -220,10 +249,10 @@ class DocumentsData(CorpusData):
 
 @dataclass(frozen=True, kw_only=True)
 class TextData(CorpusData):
-    """A text as it is. Its end is held out unless `held_out` is given.
+    """Plain text. Its end is held out for validation unless `held_out` is given.
 
     Attributes:
-        path: a file, a folder of them or hf:NAME.
+        path: a text file, a folder of text files or hf:NAME.
     """
 
     kind: str = "text"
@@ -232,12 +261,12 @@ class TextData(CorpusData):
 
 @dataclass(frozen=True, kw_only=True)
 class RecallData(DataConfig):
-    """Generated rows of keys and values: pairs, noise, and the same keys again.
+    """Generated rows for associative recall: key-value pairs, noise, and the same keys again.
 
     Attributes:
-        pairs: pairs of a row.
-        rounds: how often each pair occurs.
-        keys, noise: the number of different keys, and of values; the number of noise tokens.
+        pairs: the number of key-value pairs of a row.
+        rounds: how often each pair occurs in a row.
+        keys, noise: the number of different keys (and of different values), and of different noise tokens.
     """
 
     kind: str = "recall"
@@ -253,10 +282,10 @@ class RecallData(DataConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class NeedleData(DataConfig):
-    """Generated bytes: sentences with numbers among them, one of which is asked for at the end.
+    """Generated bytes: sentences that contain a few numbers. The end of a row asks for one of the numbers.
 
     Attributes:
-        pairs: needles of a row.
+        pairs: the number of needles (named numbers) of a row.
     """
 
     kind: str = "needle"
@@ -273,11 +302,12 @@ class FactsData(CorpusData):
     """Facts stated between the sentences of prepared shards and asked for later.
 
     Attributes:
-        weight: the loss weight of a token of the text; a token of an answer has weight 1. 0: only answers count.
-        distance_ramp: steps over which the distance between a fact and its question grows from a few tokens to its
-            final distribution.
-        answer_end: whether the token that ends an answer has weight 1. Runs of earlier versions, in which it had the
-            weight of the text, are resumed with False.
+        weight: the loss weight of a token of the text; a token of an answer has weight 1. 0: only answers
+            count.
+        distance_ramp: steps over which the distance between a fact and its question grows from a few tokens
+            to its final distribution.
+        answer_end: whether the token that ends an answer has weight 1. Runs of earlier versions, in which it
+            had the weight of the text, are resumed with False.
     """
 
     kind: str = "facts"
@@ -296,22 +326,26 @@ class FactsData(CorpusData):
         return replace(self, distance_ramp=0)
 
     def to_dict(self) -> dict[str, object]:
-        """Without ``answer_end=False``, so that the config of a run of an earlier version stays as it was."""
+        """Return the fields as plain data.
+
+        ``answer_end=False`` is omitted, as in the files of earlier versions.
+        """
         return {name: value for name, value in super().to_dict().items() if name != "answer_end" or value}
 
     @classmethod
     def from_fields(cls, given: Mapping[str, object]) -> Self:
+        """Build the config from the fields in a file. Files without `answer_end` get False."""
         return super().from_fields({"answer_end": False, **given})  # files from before the field existed
 
 
 @dataclass(frozen=True, kw_only=True)
 class CurriculumData(CorpusData):
-    """The base class of kinds whose texts can become longer over the run.
+    """The base class of the kinds of data whose texts can become longer during the run.
 
     Attributes:
-        curriculum: the lengths of texts, from short to long, each for an equal part of the steps (one given twice, for
-            two). Steps then have batch x length tokens, in rows of the part's length. Without it, every row has
-            `length` tokens.
+        curriculum: the lengths of texts in tokens, from short to long, each used for an equal part of the
+            steps. A length that is given twice is used for two parts. Every step has batch x length tokens,
+            in rows of the part's length. Empty: every row has `length` tokens.
     """
 
     curriculum: tuple[int, ...] = ()
@@ -337,11 +371,13 @@ class FactDialoguesData(CurriculumData):
     """Conversations in which facts are stated and asked for, beside the texts of prepared shards.
 
     Attributes:
-        pairs: the most facts of a conversation.
-        share: the share of the rows that are conversations; the others read texts.
-        weight: the loss weight of a token of the text; a token of an answer has weight 1. 0: only answers count.
-        distance_ramp: steps over which the distance between a fact and its question grows from a few tokens to its
-            final distribution.
+        pairs: the largest number of facts in a conversation.
+        share: the fraction of the rows that are conversations; the others read texts. During the steps of
+            `distance_ramp`, all rows are conversations.
+        weight: the loss weight of a token of the text; a token of an answer has weight 1. 0: only answers
+            count.
+        distance_ramp: steps over which the distance between a fact and its question grows from a few tokens
+            to its final distribution.
     """
 
     kind: str = "fact_dialogues"
@@ -363,13 +399,15 @@ class FactDialoguesData(CurriculumData):
 
 @dataclass(frozen=True, kw_only=True)
 class BabilongData(CurriculumData):
-    """bAbI's stories, hidden in books. A length of 0 in `curriculum` means stories alone; without a curriculum, every
-    row is one text with one question.
+    """The stories of bAbI, hidden in the text of books.
+
+    A length of 0 in `curriculum` means stories without other text. Without a curriculum, every row is one
+    text with one question.
 
     Attributes:
-        path: bAbI's folder or archive, or hf:NAME.
-        books: the text around the facts: a file, a folder or hf:NAME.
-        tasks: which of qa1 to qa20.
+        path: the folder or archive of bAbI, or hf:NAME.
+        books: the text in which the stories are hidden: a file, a folder or hf:NAME.
+        tasks: the bAbI tasks to train on, out of qa1 to qa20.
     """
 
     kind: str = "babilong"
@@ -390,8 +428,9 @@ DATA_KINDS: Registry[type[DataConfig]] = Registry(
         **data_configs(),
     }
 )
-"""The dataclass of each kind of data. `remanence.train.register_data` adds one."""
+"""The dataclass of each kind of data. `remanence.train.register_data` adds a kind."""
 
 
 def data_class(kind: str) -> type[DataConfig]:
+    """Return the dataclass of a kind of data, or `UnregisteredData` if the kind is unknown."""
     return DATA_KINDS.get(kind, UnregisteredData)

@@ -1,4 +1,4 @@
-"""Distributed training: the ranks of a run, collective calls, and models sharded over processes (FSDP2)."""
+"""Distributed training: the processes of a run, collective calls, and models sharded over processes (FSDP2)."""
 
 from __future__ import annotations
 
@@ -18,7 +18,10 @@ from remanence.train.trainable import TrainableModel
 
 
 class World(NamedTuple):
-    """The rank of this process and the number of processes. In a single process, collective calls do nothing."""
+    """The rank of this process and the number of processes.
+
+    In a single process, collective calls do nothing.
+    """
 
     device: torch.device
     rank: int = 0
@@ -30,7 +33,7 @@ class World(NamedTuple):
         return self.rank == 0
 
     def total(self, *numbers: float) -> list[float]:
-        """Each number summed over all processes."""
+        """Return each number summed over all processes."""
         if self.size == 1:
             return list(numbers)
         summed = torch.tensor(numbers, dtype=torch.float64, device=self.device)
@@ -38,11 +41,17 @@ class World(NamedTuple):
         return summed.tolist()
 
     def run_on_rank0(self, act: Callable[[], object]) -> None:
-        """Run `act` in the first process only, such as writing a file."""
+        """Run `act` in the first process only, for example to write a file.
+
+        If it fails, all processes fail.
+        """
         self.run_on_all(act if self.first else lambda: None)
 
     def run_on_all(self, act: Callable[[], object]) -> None:
-        """Run `act` in every process. If it fails in one, it fails in all, instead of waiting for ever."""
+        """Run `act` in every process.
+
+        If it fails in one, an error is raised in all, so that none waits for ever.
+        """
         failure: BaseException | None = None
         try:
             act()
@@ -57,7 +66,7 @@ class World(NamedTuple):
 
 @contextmanager
 def joined(device: str) -> Iterator[World]:
-    """Join the processes that `torchrun` started, if any."""
+    """Join the process group that `torchrun` started, if any, and leave it at the end."""
     own = resolve(device)
     size = int(os.environ.get("WORLD_SIZE", "1"))
     if size == 1:
@@ -77,17 +86,19 @@ def joined(device: str) -> Iterator[World]:
 
 
 def shard(model: Model, world: World) -> Model:
-    """FSDP2, block by block. Weights are gathered in float32; autocast decides what is computed in bfloat16.
+    """Shard a model over all processes with FSDP2, block by block. In a single process, return it unchanged.
 
-    `cast_forward_inputs` is off: with a lower `param_dtype` it would turn the memories' float32 states into bfloat16 on
-    their way in. `start`, `trace` and `logits` use weights outside of `forward`, so they gather them, too.
+    Weights are gathered in float32; autocast decides what is computed in bfloat16. `cast_forward_inputs` is
+    off, since with a lower `param_dtype` it would convert the float32 states of memories to bfloat16. The
+    methods `start`, `trace` and `logits` use weights outside of `forward`, so they are registered to gather
+    the weights as well.
     """
     if world.size == 1:
         return model
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 
-    # Parts of a state are views. They are never changed in place, which torch warns of at every block of every process.
+    # Parts of a state are views. Torch warns against changing them in place, which never happens.
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
     options: dict[str, Any] = {
         "mesh": init_device_mesh(world.device.type, (world.size,)),
@@ -103,7 +114,7 @@ def shard(model: Model, world: World) -> Model:
 
 
 def is_sharded(model: TrainableModel) -> bool:
-    """Whether a model's weights are distributed over processes; else every process has all of them."""
+    """Whether the weights of a model are sharded over processes. Otherwise every process has all of them."""
     return any(hasattr(parameter, "device_mesh") for parameter in model.parameters())
 
 
@@ -111,7 +122,8 @@ def is_sharded(model: TrainableModel) -> bool:
 def average_gradients(model: nn.Module, world: World) -> None:
     """Replace gradients by their mean over all processes, for a model that every process holds in full.
 
-    A parameter without a gradient in every process keeps none, so that the optimizer passes over it as in one process.
+    A parameter that has no gradient in any process keeps none, so that the optimizer skips it as in a single
+    process.
     """
     if world.size == 1:
         return
@@ -131,15 +143,17 @@ def average_gradients(model: nn.Module, world: World) -> None:
 
 
 def reshard(model: nn.Module) -> None:
-    """Free the gathered weights after a forward pass without a backward pass, which would free them."""
+    """Free the gathered weights after a forward pass that has no backward pass (which would free them)."""
     for module in model.modules():
         if hasattr(module, "set_reshard_after_backward"):  # an FSDPModule
             module.reshard()  # type: ignore[operator]
 
 
 def gather_model(model: Any, world: World) -> TrainableModel | None:
-    """The model with all its weights on the CPU, in the first process. The others must call this, too: they get
+    """Return the model with all its weights, in the first process. All processes must call it; the others get
     None.
+
+    A sharded model is gathered into a copy on the CPU; any other model is returned itself.
     """
     if not is_sharded(model):
         return model if world.first else None
@@ -154,12 +168,17 @@ def gather_model(model: Any, world: World) -> TrainableModel | None:
 
 
 def full(tensor: Tensor) -> Tensor:
-    """A tensor that may be sharded over processes, in one piece; a collective call if it is."""
+    """Return the full tensor if it is sharded over processes, by a collective call; otherwise the tensor
+    itself.
+    """
     return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
 
 
 def spread(value: Tensor, like: Tensor) -> Tensor:
-    """A full tensor as `like` is: on its device, and only this process's shard if it is sharded."""
+    """Move a full tensor to the device of `like`.
+
+    If `like` is sharded, return this process's shard of the tensor.
+    """
     value = value.to(like.device)
     if not hasattr(like, "device_mesh"):
         return value

@@ -1,4 +1,4 @@
-"""One training step: forward and backward of its parts, then the update."""
+"""One training step: the forward and backward pass of its parts, then the update of the weights."""
 
 from __future__ import annotations
 
@@ -21,8 +21,11 @@ from remanence.train.trainable import TrainableModel
 
 
 class Step(NamedTuple):
-    """The result of one step, of all processes together; `trace` is this one's. `answers` is the loss of the targets
-    that count whole, this process's, where others count less.
+    """The result of one step. `loss`, `gradient` (its norm) and `tokens` are those of all processes together.
+
+    `taken` is False if the update was skipped because the loss or the gradient was not finite. `trace` and
+    `answers` are those of this process. `answers` is the mean loss of the targets with weight 1, if other
+    targets have a lower weight, else None.
     """
 
     loss: float
@@ -34,7 +37,7 @@ class Step(NamedTuple):
 
 
 def make_optimizer(model: TrainableModel, config: TrainConfig) -> torch.optim.AdamW:
-    """AdamW that decays matrices only: not gains, biases, embeddings' rows of rare tokens, or where a memory begins."""
+    """Create AdamW. Weight decay applies to the matrices of projections and feed-forward networks only."""
     named = [(name, weight) for name, weight in model.named_parameters() if weight.requires_grad]
     decayed = [weight for name, weight in named if name.endswith("proj.weight") or ".ffn." in name]
     others = [weight for name, weight in named if not (name.endswith("proj.weight") or ".ffn." in name)]
@@ -45,7 +48,10 @@ def make_optimizer(model: TrainableModel, config: TrainConfig) -> torch.optim.Ad
 
 
 def compile_parts(model: nn.Module) -> None:
-    """Compile what is the same for every call: the feed-forward nets. A memory's loop over chunks would be unrolled."""
+    """Compile the feed-forward networks.
+
+    Memories are not compiled, as their loop over chunks would be unrolled.
+    """
     blocks = getattr(model, "blocks", None)
     if blocks is None:
         raise ValueError("compile: expected False for a model attached to a pretrained one, got True")
@@ -67,10 +73,12 @@ def take_step(
     carried: State | None = None,
     task: TrainTask | None = None,
 ) -> Step:
-    """Forward and backward of every part, then the update; skipped if the loss or the gradient is not finite.
+    """Compute the gradients of all parts and update the weights. Skip the update if loss or gradient is not
+    finite.
 
-    Rows that carry nothing begin in `state`, or as `initial_state` says. With a `graph` they go on from what they
-    `carried` themselves. Without a `task`, batches are of tokens.
+    Rows start from `state`, or from the states that `initial_state` chooses. With a `graph`, they start from
+    `carried`. If `task` is None, the batches are tokens for language modelling. `number` is the step, counted
+    from 0.
     """
     world = world or World(model.device)
     optimizer.zero_grad(set_to_none=True)
@@ -99,8 +107,10 @@ def token_gradients(
     graph: Graphed | None,
     carried: State | None,
 ) -> Gradients:
-    """Forward and backward of every part of a step of tokens: this process's loss, all processes' tokens, the trace,
-    and what the answers cost where a step is not captured.
+    """Run the forward and backward pass of all parts of a language modelling step.
+
+    Arguments are as in `take_step`. The `answers` of the result are None if the step is replayed as a CUDA
+    graph.
     """
     targets_here = sum(target_count(batch) for batch in batches)
     tokens_here = sum(b.tokens.numel() if b.mask is None else int(b.mask.sum()) for b in batches)
@@ -123,7 +133,7 @@ def token_gradients(
             loss, trace, known = batch_loss(model, batch, state, world.device, keep=keep, dense=dense)
             answers.append(known)
             loss = loss / max(1, count)
-            wanted = loss * world.size  # FSDP takes the mean over processes, of what is a share of the sum
+            wanted = loss * world.size  # FSDP averages over processes, but the loss is a sum
             if cost is not None:
                 wanted = wanted + cost / len(batches) * writing(trace, config.model.memory.threshold)
         wanted.backward()

@@ -19,7 +19,7 @@ from remanence.train.trainable import TrainableModel
 
 
 def run_config(run: str | Path) -> TrainConfig:
-    """The config that a run was started with."""
+    """Return the config of the run in a folder."""
     path = Path(run) / "config.json"
     if not path.is_file():
         raise ValueError(f"out: expected a run, with its config.json, got {run}")
@@ -34,7 +34,10 @@ def run_config(run: str | Path) -> TrainConfig:
 
 
 def save_model(model: TrainableModel, run: Path, folder: Path, trained: Mapping[str, object]) -> None:
-    """A model with the data's tokenizer beside it: the folder is all that reading and generating need."""
+    """Save a model, the tokenizer of its data and the record `trained`.
+
+    The folder is then ready for inference.
+    """
     model.save(folder)
     if (run / "tokenizer").is_dir():
         load_tokenizer(run / "tokenizer").save(folder)
@@ -43,7 +46,7 @@ def save_model(model: TrainableModel, run: Path, folder: Path, trained: Mapping[
 
 
 def trained_on(progress: Progress, config: TrainConfig) -> dict[str, object]:
-    """What is written beside a trained model: how much it has read, of which kind of data."""
+    """Return the training record stored with a model: the tokens and steps, and the kind of data."""
     data = config.data
     trained = {"tokens": progress.tokens, "steps": progress.step, "data": data.kind}
     reach = {REACH: reached(progress, config)} if data.causal_lm else {}
@@ -51,7 +54,7 @@ def trained_on(progress: Progress, config: TrainConfig) -> dict[str, object]:
 
 
 def reached(progress: Progress, config: TrainConfig) -> int:
-    """Tokens that a row's memory has read at most, one after the other, since it was empty."""
+    """Return the largest number of consecutive tokens that the memory of a row can have read since its start."""
     carried = config.carry or config.initial_state != "fresh"
     longest = config.data.max_carried_steps or progress.step
     rows = max((config.data.length, *config.data.stages))
@@ -59,10 +62,11 @@ def reached(progress: Progress, config: TrainConfig) -> int:
 
 
 def export(run: str | Path, out: str | Path, memory: str | Path | None = None, row: int = 0) -> Path:
-    """Write a run's model to a folder, for `Model.load` and Hugging Face: the finished one, or the last checkpoint's. A
-    model card comes with it.
+    """Write the model of a run to a folder, for `Model.load` and Hugging Face, together with a model card.
 
-    `memory` is a file for the memory of one of the batch's rows at the end, of a run that carried them (``carry``).
+    The model is the finished one, or that of the last checkpoint; the path of its source is returned. If
+    `memory` is given, the memory that row `row` of the batch had at the end is written to that file; this
+    needs a run with ``carry``.
     """
     run, out = Path(run), Path(out)
     config = run_config(run)
@@ -89,14 +93,17 @@ def export(run: str | Path, out: str | Path, memory: str | Path | None = None, r
 
 
 def _trained(folder: Path, config: TrainConfig) -> dict[str, object]:
-    """What a finished model or a checkpoint has been trained on so far."""
+    """Return the training record of a finished model or a checkpoint."""
     if (folder / TRAINED).is_file():
         return read_json(folder / TRAINED)
     return trained_on(checkpoint.read_progress(folder), config)
 
 
 def _carried(run: Path, config: TrainConfig, row: int) -> State:
-    """The state that one row of the batch carried at the end of a run."""
+    """Return the state that one row of the batch carried at the end of a run.
+
+    Raise an error if there is none.
+    """
     found = checkpoint.checkpoints(run / "checkpoints")
     state = checkpoint.load_carried(found[-1]) if config.carry and found else None
     if state is None:

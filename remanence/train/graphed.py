@@ -1,6 +1,7 @@
-"""Forward and backward of a training step as one CUDA graph, so that a step of many small kernels is not launch-bound.
+"""The forward and backward pass of a training step as one CUDA graph, which saves the launch of many small
+kernels.
 
-For batches of one shape, whose rows begin anew or continue where the step before left them.
+All batches must have the same shape. Rows begin a document or continue from the previous step.
 """
 
 from __future__ import annotations
@@ -23,41 +24,44 @@ from remanence.train.distributed import World
 from remanence.train.loss import summed_loss
 
 SHARE = {False: 0.75, True: 0.45}
-"""The share of a GPU's memory up to which a step is captured by default, by whether rows carry a state.
+"""A step is captured by default if it uses at most this fraction of the GPU's memory. The key is `carry`.
 
-With a state there are two graphs, and the second is tried out beside the first.
+If rows carry a state, there are two graphs, and the second one is warmed up while the first one is kept.
 """
 
 
 def writing(seen: Trace, threshold: float) -> Tensor:
-    """How far the step gates are from being shut: the mean of log(s / threshold), 0 for tokens that are not written.
+    """Return how far the step gates s are open: the mean of log(s / threshold), with 0 for tokens that are
+    not written.
 
-    In the logarithm, since a gate that is nearly shut is then pressed as hard as any other, and one that is wide open
-    hardly at all.
+    With the logarithm, the penalty pushes nearly closed gates hard, and wide open gates hardly at all.
     """
     steps = [each.gates.log_step.exp() for each in seen.traces if each is not None]
     return torch.stack([torch.log1p(step * ((1 - threshold) / threshold)).mean() for step in steps]).mean()
 
 
 def cost_at(most: float, number: int, steps: int) -> float:
-    """What writing costs at a step, counted from 0: nothing in the first half of a run, then more and more.
+    """Return the write cost at step `number`, counted from 0: 0 in the first half of a run, then linear up to
+    `most`.
 
-    Before a memory is of use, no gradient but the cost's has a direction, and an optimizer would follow the smallest
-    until all gates are shut, which then have none.
+    Before the memory is useful, the only consistent gradient of the gates is that of the cost. The optimizer
+    would follow it, however small, until all gates are closed, and closed gates have no gradient.
     """
     return most * max(0.0, 2 * (number + 1) / steps - 1)
 
 
 class _Held(NamedTuple):
-    """A captured step, and the tensors that it reads and writes."""
+    """A captured step, and the fixed tensors that it reads and writes."""
 
     graph: torch.cuda.CUDAGraph
     tokens: Tensor
     targets: Tensor
     weights: Tensor | None
     asked: Tensor
+    """The number by which the summed loss is divided."""
     cost: Tensor
     anew: Tensor
+    """Whether each row begins a document [b]."""
     state: State | None
     loss: Tensor
     seen: Trace
@@ -67,15 +71,16 @@ class _Held(NamedTuple):
 class Graphed:
     """``loss, seen = Graphed(model)(tokens, targets)``: cross-entropy, and gradients as after `backward`.
 
-    The first call of each kind captures it, and again after a module or its hooks have changed; a model with hooks is
-    refused. The next call overwrites what a call returned. The parameters must not move, and the model's settings must
-    not change.
+    The first call for each shape and combination of arguments captures a graph. Graphs are captured again
+    after a module or its hooks have changed; a model with hooks raises an error. Each call overwrites the
+    tensors that the previous call returned. The storage of the parameters and the model's settings must not
+    change.
     """
 
     def __init__(self, model: Model, dtype: torch.dtype | None = None) -> None:
         self.model, self.dtype = model, dtype
         self.device, self.parameters = model.embed.weight.device, list(model.parameters())
-        # Computed once: every step waits for the host here.
+        # Computed once, since every step would wait for the host to compute it.
         self.border, self.window = alignment_of(model), longest_window(model)
         self.held: dict[tuple[int | bool, ...], _Held] = {}
         self.watch = Watch(model)
@@ -90,14 +95,18 @@ class Graphed:
         weights: Tensor | None = None,
         cost: float | None = None,
     ) -> tuple[Tensor, Trace]:
-        """The sum over all targets (-100 is none), each times its weight, divided by how many there are or by `count`.
-        The gradients are of that and of `cost` times `writing`.
+        """Run a step. Return the loss (a scalar) and the trace; the gradients are set as after `backward`.
 
-        Rows carry `state`, all at a multiple of `alignment_of`, except those that are `anew` ``[b]``: they begin a
-        document. A step in which some do, or in which some have not filled their window yet, has a graph of its own.
+        The loss is the sum over all targets (-100 means no target), each times its weight, divided by
+        `count`, or by the number of targets if `count` is None. The gradients are those of the loss plus
+        `cost` times `writing`.
+
+        Rows continue from `state`, except for rows where `anew` ``[b]`` is true, which begin a document. The
+        positions must be multiples of `alignment_of`. Steps in which a row begins a document, or has not
+        filled its window yet, use a separate graph.
         """
         if self.watch.changed():
-            # What was captured is not what a call would run now.
+            # The captured graphs no longer match the model.
             self.held, self.watch = {}, Watch(self.model)
             self.parameters = list(self.model.parameters())
         begins = None if anew is None or state is None else anew.tolist()
@@ -141,6 +150,11 @@ class Graphed:
         whole: bool,
         costs: bool,
     ) -> _Held:
+        """Capture the graph of a step.
+
+        `whole` is whether all rows continue and have filled their window; `costs`, whether there is a write
+        cost.
+        """
         tokens, targets = (x.to(self.device, copy=True) for x in (tokens, targets))
         weights = None if weights is None else weights.to(self.device, copy=True)
         rows = tokens.shape[0]
@@ -151,9 +165,10 @@ class Graphed:
         made: list[tuple[Tensor, Trace]] = []
 
         def step() -> None:
+            """Run the step that is captured, and store its loss and trace in `made`."""
             self.model.zero_grad(set_to_none=True)
             begun = None
-            # The host knows of rows that they stand at a border, and whether they have read a window.
+            # Positions on the host: any multiple of the alignment, beyond the window if `whole`.
             if fixed is not None:
                 begun = fixed if whole else where(anew, self.model.start(rows), fixed)
                 begun = begun.at([self.border * self.window if whole else 0] * rows)
@@ -163,10 +178,10 @@ class Graphed:
                 loss = summed_loss(logits, targets.flatten(), None if weights is None else weights.flatten())
                 loss = loss / count
             (loss + cost * writing(seen, threshold) if costs else loss).backward()
-            # The positions that the host knew are those of the capture: the outputs must not carry them.
+            # The host positions are only valid during the capture, so the outputs must not keep them.
             made[:] = [(loss.detach(), seen._replace(state=seen.state.map(Tensor.detach)))]
 
-        # All outputs of a step are used before the next one begins, so all graphs can share one memory pool.
+        # All outputs of a step are used before the next step begins, so all graphs can share one memory pool.
         graph, _ = capture(step, self.device, beside=next((held.graph for held in self.held.values()), None))
         ((loss, seen),) = made
         grads = [parameter.grad for parameter in self.parameters]
@@ -174,13 +189,15 @@ class Graphed:
 
 
 class Graphs:
-    """Which steps of a run are captured as a CUDA graph (`Graphed`).
+    """Chooses which steps of a run are captured as a CUDA graph (`Graphed`).
 
-    With ``graph`` none, or all that can be; by default those of a run whose first steps left enough memory free.
+    With ``config.graph`` false, no steps are captured; with true, all steps that can be. With None, all steps
+    that can be, if the first steps left enough GPU memory free.
     """
 
     EAGER = 2
-    """Steps before the first graph: kernels are built, and the memory is measured."""
+    """The number of steps before the first graph, in which kernels are compiled and memory use is measured.
+    """
 
     def __init__(self, model: Model, config: TrainConfig, world: World, begins: bool) -> None:
         self.graphed = Graphed(model, torch.bfloat16 if config.precision == "bfloat16" else None)
@@ -191,7 +208,10 @@ class Graphs:
         self.reason = self.reason or ("config.graph is off" if config.graph is False else None)
 
     def of(self, batches: list[Batch], carried: State | None) -> Graphed | None:
-        """The graph for a step, or None."""
+        """Return the graph for a step, or None if the step is not captured.
+
+        Log the decision when it changes.
+        """
         graph = self._of(batches[0], carried)
         self.captured = graph is not None
         message = f"launched by the host: {self.reason}" if self.reason else ""
@@ -202,6 +222,7 @@ class Graphs:
         return graph
 
     def _of(self, batch: Batch, carried: State | None) -> Graphed | None:
+        """Decide whether a step is captured. A permanent obstacle is stored in `reason`."""
         self.steps += 1
         model = self.graphed.model
         if self.reason is not None or self.steps <= self.EAGER or batch.offsets is not None:
@@ -210,7 +231,7 @@ class Graphs:
             return None
         if uncaptured_code_reason(model) is not None:  # until the hooks are removed
             return None
-        if self.captured:  # the step before, which left its rows where they can go on
+        if self.captured:  # the previous step was, so its rows are at aligned positions
             return self.graphed
         if self.config.carry and (carried is None or not at_border(model, carried)):
             return None
@@ -224,5 +245,5 @@ class Graphs:
 
 
 def at_border(model: Model, state: State) -> bool:
-    """Whether every row is where a captured step can begin."""
+    """Whether the position of every row is a multiple of `alignment_of`, where a captured step can begin."""
     return all(position % alignment_of(model) == 0 for position in positions_of(state.position))

@@ -1,9 +1,10 @@
-"""A memory's state where a document begins: the learned start, another row's memory, or noise of that size.
+"""The state of a memory at the start of a document: the learned state, another row's memory, or noise.
 
-A memory trained from its learned start alone knows only the states that one training length leads to, and fails in
-those of longer texts. Rows that begin elsewhere show it such states at no cost in length. Only weights and momentum are
-taken over: positions are 0, convolutions and windows are empty, as at any document's start, so that another text can
-only be read through the memory.
+A memory that always starts from its learned state only sees the states that are reached within one training
+length, and fails on longer texts. Rows that start from another state train it on such states without longer
+rows. Only the weights and the momentum of the memory are replaced. Positions are 0 and convolutions and
+windows are empty, as at the start of any document, so the model can see the other text only through its
+memory.
 """
 
 from __future__ import annotations
@@ -27,57 +28,62 @@ from remanence.train.config import TrainConfig
 from remanence.train.distributed import World
 
 SPAN = 100
-"""The window, in steps, of the running mean of memory magnitudes."""
+"""The number of steps over which the mean square of memories is averaged."""
 
 
 class InitialState(Protocol):
-    """Chooses the state in which documents begin. What it keeps from earlier steps is saved by `tensors` and restored
-    by `load`, in files of a checkpoint whose names start with `file_prefix`.
+    """Chooses the state in which documents begin.
+
+    Data that it keeps from earlier steps is saved by `tensors` and restored by `load`, in files of a
+    checkpoint whose names start with `file_prefix`.
     """
 
     file_prefix: str
 
     def start(self, fresh: State, batch: Batch, number: int, carried: State | None = None) -> State:
-        """The state of documents that begin now: `fresh`, or for some of them another one.
+        """Return the state of the documents that begin in a batch: `fresh`, with some of its rows replaced.
 
-        `number` is the batch's, and `carried` what rows carry into it from the step before.
+        `number` is the number of the batch, and `carried` the state that rows carry from the previous step
+        (or None).
         """
         ...
 
     def after_step(self, state: State, batch: Batch) -> None:
-        """Called with the state after a step."""
+        """Update the data kept for later steps, from the state after a step."""
         ...
 
-    def tensors(self) -> dict[str, Tensor]: ...
+    def tensors(self) -> dict[str, Tensor]:
+        """Return the data of this process to store in a checkpoint, by name. Empty if there is none."""
+        ...
 
     def load(self, parts: Sequence[Mapping[str, Tensor]], device: torch.device) -> None:
-        """Restore from the `tensors` of all processes, in their order."""
+        """Restore the data from the `tensors` of all processes, in the order of their ranks."""
         ...
 
 
 def make_initial_state(config: TrainConfig, world: World) -> InitialState | None:
-    """What ``initial_state`` of the config names, for one of the processes; None if every document begins fresh."""
+    """Create the object for ``config.initial_state`` in one process. None if every document begins fresh."""
     if config.initial_state == "fresh":
         return None
     return (NeighborMemory if config.initial_state == "neighbor" else NoiseMemory)(config, world)
 
 
 class Document(NamedTuple):
-    """A document in a batch: its row, and whether the row ends with it."""
+    """A document in a batch: the index of its row, and whether it is the last document of the row."""
 
     row: int
     last: bool
 
 
 class _Drawn:
-    """The base class: draws the documents that do not start in the learned initial state."""
+    """The base class, which randomly chooses the documents that do not start in the learned initial state."""
 
     def __init__(self, config: TrainConfig, world: World) -> None:
         self.config, self.world = config, world
         self.rows = config.batch // (config.accumulate * world.size)
 
     def documents(self, batch: Batch) -> list[Document]:
-        """A packed row may have several."""
+        """Return the documents of a batch in order. A packed row may have several, any other row has one."""
         if batch.offsets is None:
             return [Document(row, True) for row in range(self.rows)]
         length = batch.tokens.shape[1] // self.rows
@@ -86,14 +92,15 @@ class _Drawn:
         ]
 
     def last_documents(self, batch: Batch) -> list[int]:
-        """The index of each row's last document."""
+        """Return the index of the last document of each row."""
         return [index for index, document in enumerate(self.documents(batch)) if document.last]
 
     def seeds(self, batch: Batch, number: int) -> list[int | None]:
-        """For each document a seed, or None if it begins fresh.
+        """Return a seed for each document, or None for a document that begins fresh.
 
-        Like the batch, they are a function of the run's seed, the batch's number and the row among all processes' rows.
-        The counter keeps them apart from what the sources draw with the same key.
+        Like the batch, the seeds depend only on the run's seed, the batch number and the row among the rows
+        of all processes. The counter makes them independent of the numbers that the sources draw with the
+        same key.
         """
         found: list[int | None] = []
         for row, inside in itertools.groupby(self.documents(batch), lambda document: document.row):
@@ -106,10 +113,10 @@ class _Drawn:
 
 
 class NeighborMemory(_Drawn):
-    """From the memory of the neighbouring row at the end of the step before.
+    """Documents begin with the memory that the neighbouring row had at the end of the previous step.
 
-    Rows 0 and 1 pass their memories to each other, so do 2 and 3, and so on: processes exchange nothing. A memory that
-    has diverged is not passed.
+    Rows 0 and 1 exchange their memories, rows 2 and 3 do, and so on, so that processes need not communicate.
+    A memory that has diverged is not passed on.
     """
 
     file_prefix = "passed"
@@ -138,7 +145,7 @@ class NeighborMemory(_Drawn):
 
     def after_step(self, state: State, batch: Batch) -> None:
         if self.config.carry:
-            return  # what is carried is what is passed
+            return  # `start` uses the carried memories
         ends = self.last_documents(batch)
         self.held = [tuple(layer.detach()[ends] for layer in memory.layers) for memory in memories(state)]
         self.diverged = state.diverged[ends]
@@ -156,9 +163,10 @@ class NeighborMemory(_Drawn):
 
 
 class NoiseMemory(_Drawn):
-    """From normal random numbers with the mean square that memories had after the last steps.
+    """Documents begin with normal random numbers of the same mean square as memories had after the last
+    steps.
 
-    The mean square is one number for every weight and momentum of each head.
+    There is one mean square for each weight matrix and each momentum matrix of each head.
     """
 
     file_prefix = "noise"
@@ -211,18 +219,20 @@ class NoiseMemory(_Drawn):
         return {"squares": self.squares, "steps": torch.tensor(self.steps)} if self.steps else {}
 
     def load(self, parts: Sequence[Mapping[str, Tensor]], device: torch.device) -> None:
-        self.squares, self.steps = parts[0]["squares"], int(parts[0]["steps"])  # all processes have the same
+        self.squares, self.steps = parts[0]["squares"], int(parts[0]["steps"])  # equal in all processes
 
 
 def _layers(state: State) -> list[Tensor]:
+    """Return the weight tensors (with momentum) of all memories of a state."""
     return [layer for memory in memories(state) for layer in memory.layers]
 
 
 def _with(fresh: State, held: Sequence[Weights], chosen: Tensor) -> State:
-    """A state whose memories are replaced in the chosen rows."""
+    """Return `fresh` with its memories replaced by `held` in the rows where `chosen` [b] is true."""
     others = iter(held)
 
     def changed(node: Any) -> Any:
+        """Return a part of the state with all memories in it replaced."""
         if isinstance(node, MemoryState):
             pairs = zip(next(others), node.layers, strict=True)
             return node._replace(layers=tuple(_rows(chosen, new, old) for new, old in pairs))
@@ -230,11 +240,12 @@ def _with(fresh: State, held: Sequence[Weights], chosen: Tensor) -> State:
             return node
         children: Iterator[Any] = map(changed, node)
         made = type(node)(*children) if hasattr(node, "_fields") else tuple(children)
-        # MAC asks the memory as it was when the open segment began, which is now.
+        # MAC queries the memory as it was at the start of the current segment, which begins here.
         return made._replace(weights=made.memory.memory.weights) if isinstance(made, MACState) else made
 
     return changed(fresh)
 
 
 def _rows(chosen: Tensor, new: Tensor, old: Tensor) -> Tensor:
+    """Return `new` in the rows where `chosen` [b] is true, and `old` elsewhere."""
     return torch.where(chosen.view(-1, *[1] * (old.dim() - 1)), new.to(old.dtype), old)

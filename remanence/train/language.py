@@ -1,4 +1,6 @@
-"""Language modelling: a causal model predicts the next token, trained from scratch or attached to another model."""
+"""The task of language modelling: a causal model, or a memory attached to one, learns to predict the next
+token.
+"""
 
 from __future__ import annotations
 
@@ -28,13 +30,16 @@ from remanence.train.task import TASKS, Gradients, TrainTask
 from remanence.train.trainable import ModelDescription, TrainableModel
 
 VALIDATED = 8
-"""Batches of a validation, each as large as a part of a training step."""
+"""The number of batches of a validation, each as large as one part of a training step."""
 ELSEWHERE = 2**62
-"""Added to the seed, of 63 bits, of generated rows that are not trained on."""
+"""Combined (xor) with the 63-bit seed to generate validation rows that differ from the training rows."""
 
 
 def held_out_source(config: TrainConfig, rank: int, world: int) -> Source:
-    """Data of the run's kind that it does not train on, in its final form: no ramp, the longest rows as `length`."""
+    """Return a source of held-out data of the run's kind, without a ramp or a curriculum.
+
+    Raise an error if the config gives no held-out data and the kind of data cannot generate it.
+    """
     data, held_out = config.data, getattr(config.data, "held_out", None)
     if held_out is None and data.kind == "text":
         return text.held_out_source(config, config.batch // (config.accumulate * world), rank, world)
@@ -56,7 +61,7 @@ def held_out_source(config: TrainConfig, rank: int, world: int) -> Source:
 
 
 class LanguageModeling:
-    """Next tokens of any source of `Batch`es: texts, facts, generated tasks, DNA."""
+    """Next-token prediction on any source that yields `Batch` objects: texts, facts, generated tasks, DNA."""
 
     prefetch = True
 
@@ -66,6 +71,7 @@ class LanguageModeling:
         self.held_out = held_out_source(config, world.rank, world.size) if config.validate_every else None
 
     def build_model(self, resumed: bool) -> Model:
+        """Load the model of `init_from`, or return a new model if there is none or the run is resumed."""
         if self.config.init_from is None or resumed:
             return Model(self.config.model)
         return Model.load(self.config.init_from, dtype=torch.float32)
@@ -98,7 +104,9 @@ class LanguageModeling:
 
     @torch.no_grad()
     def validate(self, model: Model) -> float:
-        """The mean loss of the first `VALIDATED` held-out batches, the same ones each time."""
+        """Return the mean loss on the first `VALIDATED` held-out batches, which are the same at every
+        validation.
+        """
         assert self.held_out is not None, "there is one where validate_every is above 0"
         device, carried, total, count = self.world.device, None, 0.0, 0.0
         bfloat16 = self.config.precision == "bfloat16"
@@ -120,15 +128,18 @@ class LanguageModeling:
 
 
 class AttachedModeling(LanguageModeling):
-    """The same for a memory that is attached to a pretrained model, whose own weights stay frozen."""
+    """Language modelling for a memory attached to a pretrained model, whose own weights stay frozen."""
 
     def build_model(self, resumed: bool) -> Any:
+        """Load the attached model of `init_from`, with the pretrained weights in the run's precision."""
         assert self.config.init_from is not None
         narrow = torch.bfloat16 if self.config.precision == "bfloat16" else torch.float32
         return attached.load(self.config.init_from, dtype=narrow, trained=True)
 
     def shard(self, model: Any) -> Any:
-        """Every process has the frozen base and the new parameters in full; `gradients` averages over processes."""
+        """Return the model unchanged: every process holds all weights, and `gradients` averages over
+        processes.
+        """
         return model
 
     def gradients(
@@ -141,17 +152,19 @@ class AttachedModeling(LanguageModeling):
         graph: Graphed | None,
         carried: State | None,
     ) -> Gradients:
+        """Compute the gradients of this process, and average them over all processes."""
         found = super().gradients(model, batches, state, number, initial_state, graph, carried)
         distributed.average_gradients(model, self.world)
         return found
 
     def stored_config(self, folder: Path, model: Any) -> Any:
+        """Read the config in a checkpoint. If the digest of its base model has an old format, update it."""
         config = attached.read_config(folder)[0]
         earlier = is_legacy_digest(config.base) and matches_digest(model.base, config.base)
         return replace(config, base=model.config.base) if earlier else config
 
     def before_step(self, model: Any, carried: State | None, number: int) -> State | None:
-        """Give the attention the step's window, and what rows carry with it."""
+        """Set the attention window of the step, and return the carried state adapted to that window."""
         window = self.config.window_at(number, model.config.window)
         if window != model.window:
             model.window = window
@@ -159,7 +172,7 @@ class AttachedModeling(LanguageModeling):
 
 
 def make_task(config: TrainConfig, world: World, source: Source | None = None) -> TrainTask:
-    """The task of a run: by its kind of data, and of language modelling by the model that it begins from."""
+    """Create the task of a run: the registered one of its kind of data, or else language modelling."""
     if config.data.kind in TASKS:
         return TASKS[config.data.kind](config, world, source)
     attaches = config.init_from is not None and attached.is_attached(config.init_from)
@@ -167,7 +180,7 @@ def make_task(config: TrainConfig, world: World, source: Source | None = None) -
 
 
 def resolve_start(config: TrainConfig) -> TrainConfig:
-    """A config with the shape of the model that `init_from` names, if any."""
+    """Return the config with the model config of the folder `init_from`, if any, and with its absolute path."""
     if config.init_from is None:
         if config.windows:
             raise ValueError(
@@ -187,8 +200,10 @@ def resolve_start(config: TrainConfig) -> TrainConfig:
 
 
 def _check_windows(windows: tuple[int, ...], model: AttachConfig) -> None:
-    """Refuse windows for a model whose attention is not narrowed in the end: what it carries then is another state. And
-    such as are narrower than where a store begins: no part of the model would see what lies between.
+    """Raise an error for `windows` that the attached model cannot be trained with.
+
+    A model whose own attention is not windowed carries a different state. With a kNN store, windows must not
+    be narrower than the model's own, since neither attention nor the store would see the tokens in between.
     """
     own = model.window
     if windows and own is None:

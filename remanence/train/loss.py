@@ -1,4 +1,4 @@
-"""The loss of language modelling, for training, validation and what is measured after a run."""
+"""The loss of language modelling, for training, validation and the evaluation after a run."""
 
 from __future__ import annotations
 
@@ -11,19 +11,22 @@ from remanence.model import CausalModel, State, Trace
 
 
 def token_losses(logits: Tensor, targets: Tensor) -> Tensor:
-    """The cross-entropy of each target; 0 where it is -100, which is none."""
+    """Return the cross-entropy of each target in nats.
+
+    It is 0 where the target is -100, which means no target.
+    """
     return F.cross_entropy(logits.float(), targets, reduction="none")
 
 
 def summed_loss(logits: Tensor, targets: Tensor, weights: Tensor | None = None) -> Tensor:
-    """Cross-entropy, summed over targets (-100 is none), each times its weight."""
+    """Return the cross-entropy summed over targets (-100 means no target), each times its weight (default 1)."""
     if weights is None:
         return F.cross_entropy(logits.float(), targets, reduction="sum")
     return (token_losses(logits, targets) * weights).sum()
 
 
 def target_count(batch: Batch) -> float:
-    """Targets of a batch, each times its weight."""
+    """Return the number of targets of a batch, or the sum of their weights if they have weights."""
     asked = batch.targets >= 0
     return float(asked.sum() if batch.weights is None else batch.weights[asked].sum())
 
@@ -31,10 +34,12 @@ def target_count(batch: Batch) -> float:
 def batch_loss(
     model: CausalModel, batch: Batch, state: State | None, device: torch.device, *, keep: bool, dense: bool
 ) -> tuple[Tensor, Trace, Tensor]:
-    """The summed cross-entropy of a batch, its trace, and the cross-entropy of each target with weight 1, where others
-    have less. `dense` means that every position has a target; `keep`, that the state after the batch is needed.
+    """Return the summed cross-entropy of a batch, its trace, and the losses of the targets with weight 1.
+
+    The third part [n] is for logging: it has no gradient, and is empty if the batch has no weights. `dense`
+    is whether every position has a target; `keep`, whether the state after the batch is needed.
     """
-    # Where documents are read to their ends, padding follows the last token of one, and its row begins anew.
+    # With `begins`, padding only follows the end of a document, and the row then gets a new state: no mask needed.
     mask = batch.mask if batch.begins is None else None
     tokens, targets = (x.to(device, non_blocking=True) for x in (batch.tokens, batch.targets))
     mask = None if mask is None else mask.to(device, non_blocking=True)

@@ -1,4 +1,6 @@
-"""A run's metrics: a line of JSON for every logged step, and the trackers that the config names."""
+"""The metrics of a run: one line of JSON for every logged step, which is also sent to the trackers in the
+config.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,7 @@ Line = dict[str, float | None]
 
 
 class Tracker(Protocol):
-    """Another destination of metrics."""
+    """A destination of metrics in addition to metrics.jsonl."""
 
     def write(self, line: Line) -> None: ...
 
@@ -39,10 +41,12 @@ class Tracker(Protocol):
 
 
 class TensorBoard:
+    """Writes metrics for TensorBoard to the folder `tensorboard` of the run."""
+
     def __init__(self, out: Path, config: Mapping[str, object], step: int) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
-        # Steps after the checkpoint are drawn anew.
+        # Hide the steps after the checkpoint that the run resumes from.
         self.writer = SummaryWriter(str(out / "tensorboard"), purge_step=step + 1)
         self.writer.add_text("config", f"```json\n{json.dumps(config, indent=2)}\n```")
 
@@ -56,7 +60,10 @@ class TensorBoard:
 
 
 class WandB:
-    """A resumed run continues its curve: its id is in the run's folder."""
+    """Sends metrics to Weights & Biases.
+
+    A resumed run continues its curves, since its id is in the run's folder.
+    """
 
     def __init__(self, out: Path, config: Mapping[str, object], step: int) -> None:
         import wandb  # type: ignore[import-not-found, unused-ignore]
@@ -72,6 +79,7 @@ class WandB:
 
 
 def _identity(out: Path) -> str:
+    """Return the id of the run for Weights & Biases, stored in the run's folder."""
     path = out / "wandb-id.txt"
     if not path.is_file():
         path.write_text(uuid4().hex[:16], encoding="utf-8")
@@ -82,30 +90,32 @@ TRACKERS: dict[str, Callable[[Path, Mapping[str, object], int], Tracker]] = {
     "tensorboard": TensorBoard,
     "wandb": WandB,
 }
+"""The classes of trackers by name. They are called with the run folder, the config and the current step."""
 
 
 def _tracker(name: str, out: Path, config: Mapping[str, object], step: int) -> Tracker:
+    """Start a tracker; any failure becomes a ValueError of one line."""
     try:
         return TRACKERS[name](out, config, step)
-    except Exception as error:  # no login, no network, anything else
+    except Exception as error:  # for example no login or no network
         raise ValueError(f"trackers: {name!r} could not be started ({first_line(error)})") from None
 
 
 def check_trackers(names: tuple[str, ...]) -> None:
-    """Before a run begins: each must be known and installed."""
+    """Raise an error if a tracker is unknown or not installed."""
     for name in names:
         check_choice("trackers", name, TRACKERS)
         found = find_spec(name)
         if (
             found is None or found.origin is None
-        ):  # a folder of that name, such as wandb's own files, is no package
+        ):  # a folder of that name, such as wandb's logs, is not the package
             raise ValueError(
                 f"trackers: {name!r} needs the extra of that name; pip install 'remanence[{name}]'"
             )
 
 
 class Metrics:
-    """``metrics.jsonl``. Lines after the checkpoint that a run resumes from are removed first."""
+    """Writes ``metrics.jsonl``. Lines after the checkpoint that a run resumes from are removed first."""
 
     def __init__(
         self,
@@ -124,7 +134,7 @@ class Metrics:
             temporary.write_text("".join(line + "\n" for line in lines), encoding="utf-8")
         self.written = len(lines)
         self.before = time.perf_counter(), progress.tokens
-        causal = config.data.causal_lm  # else the config tells of a part of the model
+        causal = config.data.causal_lm  # otherwise config.model describes only a part of the model
         self.flops = flops_per_token(config.model, config.data.length) if causal else None
 
     def __enter__(self) -> Metrics:
@@ -138,13 +148,20 @@ class Metrics:
             ends.callback(self.file.close)
 
     def flush(self) -> None:
-        """Have the disk keep all lines: a checkpoint must not outlive the lines before it."""
+        """Sync the file to disk.
+
+        Called before a checkpoint is written, which must not be newer than the metrics.
+        """
         os.fsync(self.file.fileno())
 
     def write(
         self, progress: Progress, step: Step, world_size: int, clamped: int, validation: float | None = None
     ) -> None:
-        """`clamped` is how many memories' gradients were clipped in the steps since the last line, by all processes."""
+        """Write a line of metrics.
+
+        `clamped` is how many memory gradients all processes have clipped since the last line. `validation` is
+        the validation loss, or None if the step was not validated.
+        """
         now = time.perf_counter()
         first, tokens = self.before
         rate = (progress.tokens - tokens) / max(now - first, 1e-9)
@@ -179,7 +196,7 @@ class Metrics:
 
 
 def _step_of(line: str) -> float:
-    """A line's step; a line cut short by a kill has none."""
+    """Return the step of a line, or infinity if the line is incomplete because the run was killed."""
     try:
         return float(json.loads(line)["step"])
     except (ValueError, KeyError, TypeError, RecursionError):
@@ -187,7 +204,7 @@ def _step_of(line: str) -> float:
 
 
 def memory_in_use(device: torch.device) -> int:
-    """The peak so far, in bytes: of the GPU's memory, or of this process's."""
+    """Return the peak memory use so far in bytes: of the GPU, or of this process. 0 if unknown (Windows)."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     try:
@@ -200,7 +217,11 @@ def memory_in_use(device: torch.device) -> int:
 
 @torch.no_grad()
 def memory_facts(seen: Trace) -> dict[str, float]:
-    """Mean surprise, mean gates and the share that is written, over layers, heads and tokens."""
+    """Return the mean surprise, the mean gates and the fraction of tokens written, over layers, heads and
+    tokens.
+
+    Empty if the model has no neural memory.
+    """
     present = [each for each in seen.traces if each is not None]
     if not present:
         return {}
@@ -210,6 +231,6 @@ def memory_facts(seen: Trace) -> dict[str, float]:
         if gates:
             facts[name] = float(torch.stack([gate.exp().mean() for gate in gates]).mean())
     written = [(each.gates.log_step > CLOSED_LOG_GATE).float().mean() for each in present]
-    if (share := float(torch.stack(written).mean())) < 1:  # some tokens are passed over
+    if (share := float(torch.stack(written).mean())) < 1:  # only logged if some tokens are not written
         facts["written"] = share
     return facts

@@ -8,16 +8,18 @@ from remanence.train.data_config import PackedData
 from remanence.verticals import moved_attribute
 
 LENGTH, ROWS = 4096, 128
-"""Tokens of a row, and rows of a step: half a million tokens together."""
+"""The number of tokens of a row and of rows of a step: half a million tokens per step."""
 
 
 def pretraining(
     size: str, lr: float, billions: int, *, variant: str = "mac", accumulate: int = 4
 ) -> TrainConfig:
-    """FineWeb-Edu, the Llama-2 tokenizer's 32,000 tokens, AdamW with a cosine, weight decay 0.1, rows of 4,096 tokens.
+    """Return the pre-training config of the Titans papers for a model size and `billions` billion tokens.
 
-    The peak learning rate is from the NeurIPS version's table; its text and v1 have 4e-4 for every size. The papers do
-    not give the warm-up, the betas and the clipping.
+    The setting is FineWeb-Edu, the Llama-2 tokenizer with 32,000 tokens, AdamW with a cosine schedule, weight
+    decay 0.1 and rows of 4,096 tokens. The peak learning rates of the recipes are from the table of the
+    NeurIPS version; its text and v1 give 4e-4 for every size. The papers do not give the warm-up, the betas
+    and the gradient clipping.
     """
     return TrainConfig(
         model=preset(size, variant, vocab_size=32_000),

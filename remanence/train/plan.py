@@ -26,18 +26,23 @@ PEAKS = {
     "4090": 165e12,
     "3090": 71e12,
 }
-"""Dense bfloat16 operations per second, as the makers state them, by a part of the GPU's name."""
+"""The peak of each GPU in dense bfloat16 operations per second, from data sheets.
+
+A key is a part of the GPU's name.
+"""
 
 GPUS = {"B200": 180, "H200": 141, "H100": 80, "A100": 80, "L40S": 48, "4090": 24, "3090": 24}
-"""Memory in GB, for planning without the GPU."""
+"""The memory of each GPU in GB, for planning without access to the GPU."""
 
 SMALL = 50_000_000
-"""Parameters up to which the host's calls are likely to take longer than the GPU's arithmetic; a guess, not measured.
+"""The number of parameters up to which kernel launches probably take longer than the GPU's arithmetic.
+
+This is a guess, not a measurement.
 """
 
 
 def peak(device: torch.device) -> float | None:
-    """The GPU's stated peak, if known."""
+    """Return the peak of a GPU in operations per second, or None for other devices and unknown GPUs."""
     if device.type != "cuda":
         return None
     name = torch.cuda.get_device_name(device)
@@ -45,43 +50,51 @@ def peak(device: torch.device) -> float | None:
 
 
 def flops_per_token(config: ModelConfig, length: int) -> float:
-    """Forward and backward, 2 for a multiplication and addition: every matrix once, attention over what it sees, and a
-    memory four times its weights (keys forward, errors back, the write, the read). A deep memory's first layers see
-    queries and keys.
+    """Return the floating-point operations of the forward and backward pass per token, for rows of `length`
+    tokens.
+
+    A multiplication with an addition counts as 2. Every matrix is used once, attention counts the tokens that
+    it sees, and a memory counts four times its weights (keys forward, errors backward, the write, the read).
+    The first layers of a deep memory process both queries and keys.
     """
     with torch.device("meta"):
         model = Model(config)
     matrices = sum(weight.numel() for name, weight in model.named_parameters() if ".ffn." in name)
-    matrices += config.vocab_size * config.dim  # the head: an embedding is looked up, tied or not
+    matrices += config.vocab_size * config.dim  # the output head; looking up an embedding costs nothing
     return 6.0 * matrices + sum(mixer.flops(length) for mixer in model.mixers)
 
 
 class Plan(NamedTuple):
-    """The estimates that `--dry-run` prints."""
+    """The estimates that `--dry-run` prints. `tokens` and `flops` are those of the whole run."""
 
     parameters: int
     tokens: int
     flops: float
     memory: dict[str, float]
-    """Bytes of one device, by what they are for."""
+    """The bytes needed on one device, by purpose."""
     available: float
+    """The memory of one device in bytes."""
     rate: float
-    """Tokens per second."""
+    """The training speed in tokens per second."""
     basis: str
-    """Where the rate comes from."""
+    """A description of how `rate` was obtained."""
 
     @property
     def needed(self) -> float:
+        """The bytes needed on one device."""
         return sum(self.memory.values())
 
     @property
     def hours(self) -> float:
+        """The estimated duration of the run."""
         return self.tokens / self.rate / 3600
 
 
 def plan(config: TrainConfig, gpus: int | None = None, gpu: str = "H100") -> Plan:
-    """The costs on so many GPUs of a kind; without a number, on this machine's device, timed on a few rows. An error if
-    it cannot fit.
+    """Estimate the cost of a run on `gpus` GPUs of the kind `gpu`. Raise an error if it does not fit into
+    memory.
+
+    If `gpus` is None, the estimate is for this machine's device, and its speed is timed on a few rows.
     """
     check_choice("gpu", gpu, GPUS)
     if not config.data.causal_lm:
@@ -92,7 +105,7 @@ def plan(config: TrainConfig, gpus: int | None = None, gpu: str = "H100") -> Pla
         raise ValueError(f"batch: expected a multiple of accumulate x GPUs = {shares}, got {config.batch}")
     memory = memory_of_run(config, devices)
     available = GPUS[gpu] * 1e9 if gpus else memory_of(resolve(config.device))
-    _refuse(memory, available, config, devices)  # before anything is tried out
+    _refuse(memory, available, config, devices)  # before anything is timed
     parameters = count_parameters(config.model)
     tokens = config.steps * config.batch * config.data.length
     per_token = flops_per_token(config.model, config.data.length)
@@ -106,8 +119,11 @@ def plan(config: TrainConfig, gpus: int | None = None, gpu: str = "H100") -> Pla
 
 
 def estimated(config: TrainConfig, gpus: int, gpu: str) -> tuple[float, str]:
-    """Tokens per second of so many GPUs, by the share of the peak that each kind of block has reached where it was
-    measured; a model of several kinds takes the mean of the times that models of one each would take.
+    """Estimate the training speed on `gpus` GPUs. Return tokens per second and a description of the estimate.
+
+    It uses the fraction of the peak that each kind of block has reached in measurements (`speeds.json`). The
+    time of a model with several kinds of block is the weighted mean of the times of models with one kind
+    each.
     """
     length, seconds, told = config.data.length, 0.0, []
     recomputed = False
@@ -116,7 +132,7 @@ def estimated(config: TrainConfig, gpus: int, gpu: str) -> tuple[float, str]:
     )
     for kind in dict.fromkeys(config.model.blocks):
         found = reached(kind, config.model, length, captured and config.initial_state == "fresh")
-        again = config.checkpointing and not found.checkpointing  # one forward more for three
+        again = config.checkpointing and not found.checkpointing  # one more forward: a third of the cost
         cost = flops_per_token(replace(config.model, pattern=(kind,)), length) * (4 / 3 if again else 1)
         seconds += (
             config.model.blocks.count(kind) / config.model.num_layers * cost / (PEAKS[gpu] * found.share)
@@ -132,7 +148,7 @@ def estimated(config: TrainConfig, gpus: int, gpu: str) -> tuple[float, str]:
 
 
 def measured(config: TrainConfig, device: torch.device) -> float:
-    """Tokens per second, forward and backward, of one part's rows, or as many of them as make a few thousand tokens."""
+    """Time the forward and backward pass on a few thousand tokens at most, and return the tokens per second."""
     most = 32_768 if device.type == "cuda" else 2048
     length = min(config.data.length, most)
     rows = max(1, min(config.batch // config.accumulate, most // length))
@@ -140,7 +156,7 @@ def measured(config: TrainConfig, device: torch.device) -> float:
     model = Model(config.model).to(device).train()
     model.checkpointing = config.checkpointing
     tokens = torch.randint(config.model.vocab_size, (rows, length), device=device)
-    for _ in range(2):  # the first is for warming up
+    for _ in range(2):  # the first pass is a warm-up
         start = time.perf_counter()
         with torch.autocast(device.type, torch.bfloat16, enabled=config.precision == "bfloat16"):
             logits, _ = model(tokens)
@@ -152,7 +168,7 @@ def measured(config: TrainConfig, device: torch.device) -> float:
 
 
 def activations(config: TrainConfig) -> float:
-    """Bytes that a token leaves for backward, as each mixer estimates it."""
+    """Estimate the bytes of activations that are kept per token for the backward pass."""
     with torch.device("meta"):
         model = Model(config.model)
     wide = 1.0 if config.precision == "bfloat16" else 1.6
@@ -162,7 +178,7 @@ def activations(config: TrainConfig) -> float:
 
 
 def memory_of_run(config: TrainConfig, devices: int = 1) -> dict[str, float]:
-    """Bytes of one device that a run needs, by what they are for."""
+    """Estimate the bytes that a run needs on each of `devices` devices, by purpose."""
     shares = config.accumulate * devices
     with torch.device("meta"):
         model = Model(config.model)
@@ -183,7 +199,7 @@ def memory_of_run(config: TrainConfig, devices: int = 1) -> dict[str, float]:
 
 
 def _refuse(memory: dict[str, float], available: float, config: TrainConfig, devices: int) -> None:
-    """Refuse a run that does not fit into memory, and suggest options with which it fits."""
+    """Raise an error if a run does not fit into memory, and suggest options with which it fits."""
     if sum(memory.values()) <= available:
         return
     largest = max(memory, key=lambda part: memory[part])
@@ -202,10 +218,11 @@ def _refuse(memory: dict[str, float], available: float, config: TrainConfig, dev
 
 
 def smaller(config: TrainConfig) -> Iterator[tuple[str, TrainConfig]]:
-    """Options with which a run needs less memory, the mildest first, and its config with them: activations computed
-    again, a step's rows read in parts where the run allows it, then fewer rows.
+    """Yield command line options that reduce the memory of a run, and the config with them. The mildest come
+    first.
 
-    Every option is accepted by the command that it is an advice for.
+    The options recompute activations, then split the rows of a step into parts if the run allows it, then
+    reduce the number of rows. ``remanence train`` accepts all of them.
     """
     kept = [{}] if config.checkpointing else [{}, {"checkpointing": "true"}]
     halves = [2**power for power in range(config.batch.bit_length())]
@@ -214,14 +231,16 @@ def smaller(config: TrainConfig) -> Iterator[tuple[str, TrainConfig]]:
     for changes in [{**keep, **less} for less in (*parts, *fewer) for keep in kept]:
         try:
             changed = override(config, changes)
-        except ValueError:  # a run that carries its memory cannot be read in parts, ...
+        except ValueError:  # for example, a run that carries its memory cannot be split into parts
             continue
         if changes:
             yield " ".join(f"--{name}={value}" for name, value in changes.items()), changed
 
 
 def _fewer_rows(config: TrainConfig, batch: int) -> dict[str, str]:
-    """Fewer rows; those of a curriculum are no longer than a step then."""
+    """Return the options for a smaller batch, without the stages of a curriculum that no longer divide a
+    step.
+    """
     tokens, lengths = batch * config.data.length, config.data.stages
     fitting = tuple(length for length in lengths if not length or tokens % length == 0)
     changes = {"batch": f"{batch}"}

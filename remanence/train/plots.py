@@ -1,4 +1,4 @@
-"""A plot of metrics.jsonl: the loss of a run, and surprise and gates of its memories."""
+"""A plot of metrics.jsonl: the loss, the gradient norm, and the surprise and gates of the memories."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ PANELS = {
     "surprise": ("surprise",),
     "gates": ("step_size", "momentum", "keep"),
 }
+"""The title of each panel, and the metrics that it shows."""
 
 
 def plot(run: str | Path) -> Path:

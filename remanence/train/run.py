@@ -1,6 +1,7 @@
-"""A training run. Everything a step needs is a function of its number or is in the checkpoint.
+"""The training loop. Everything that a step needs is computed from the step number or stored in the
+checkpoint.
 
-A run that was killed and resumed therefore gives the same result as one without an interruption.
+A run that was killed and resumed therefore gives the same result as a run without an interruption.
 """
 
 from __future__ import annotations
@@ -69,12 +70,14 @@ def fit(
 ) -> Any:
     """Train a model in a new folder, or resume the run in a folder, and return the model.
 
-    ``out`` then holds config.json, metrics (.jsonl, .png), checkpoints and the model. An existing run is never
-    overwritten. With `resume` the config in the folder is used, and `config` may be None. `log` is called with each
-    line of the metrics. SIGTERM saves a checkpoint and returns; Ctrl-C does, too, before it interrupts (pressed twice,
-    at once); SIGUSR1 writes a sample to samples.jsonl. `source` replaces the source of batches that the config names,
-    for data that is in no file. With `validate_every`, the returned model is the one with the lowest validation loss.
-    Started by `torchrun`, the processes share the rows and the weights (FSDP2); the result is the same up to rounding.
+    The folder `out` then holds config.json, metrics (.jsonl, .png), checkpoints and the model. An existing
+    run is never overwritten. With `resume` the config in the folder is used, and `config` may be None. `log`
+    is called with each line of the metrics. On SIGTERM, the run saves a checkpoint and returns. On Ctrl-C, it
+    saves a checkpoint and raises KeyboardInterrupt; a second Ctrl-C interrupts at once. On SIGUSR1, it adds
+    generated text to samples.jsonl. `source` replaces the source of batches that the config names, for data
+    that is not stored in files. With `validate_every`, the returned model is the one with the lowest
+    validation loss. When started by `torchrun`, the rows and the weights are divided among the processes
+    (FSDP2); the result is the same up to rounding.
     """
     with Run.open(config, out, resume=resume, log=log, source=source) as run:
         run.train()
@@ -84,9 +87,9 @@ def fit(
 class Run:
     """An open training run: its model, its optimizer and its progress, one step at a time.
 
-    ``with Run.open(config, "out/run") as run: run.train()`` is what `fit` does. In a loop of your own, call `step`
-    until `done`, then `finish`. Closing only frees what is open: a run that is closed early goes on from its last
-    checkpoint.
+    `fit` is the same as ``with Run.open(config, "out/run") as run: run.train()``. In a loop of your own, call
+    `step` until `done` is true, then `finish`. Closing a run frees its resources and saves nothing: a run
+    that is closed early can be resumed from its last checkpoint.
     """
 
     @classmethod
@@ -99,7 +102,10 @@ class Run:
         log: Log | None = None,
         source: Source | None = None,
     ) -> Run:
-        """Start a run in a new or empty folder, or resume the one in it. A refused config leaves no folder."""
+        """Start a run in a new or empty folder, or resume the run in the folder.
+
+        An invalid config leaves no files.
+        """
         out = Path(out)
         config = run_config(out) if resume else resolve_config(config)
         with ExitStack() as resources:
@@ -107,7 +113,7 @@ class Run:
             if not resume:
                 world.run_on_rank0(lambda: check_free(out))
             world.run_on_rank0(lambda: resources.enter_context(locked(out, "a training run")))
-            if not resume:  # another may have begun and ended just now
+            if not resume:  # another process may have used the folder before the lock was taken
                 world.run_on_rank0(lambda: check_free(out))
                 resources.enter_context(emptied_on_failure(out, world))
             world.run_on_rank0(lambda: remove_leftovers(out))
@@ -122,7 +128,7 @@ class Run:
     def __init__(
         self, config: TrainConfig, out: Path, world: World, resume: bool, source: Source | None = None
     ) -> None:
-        """Use `open`, which joins the processes first."""
+        """Not meant to be called directly: use `open`, which first joins the process group."""
         self.config, self.out, self.world = config, out, world
         self.metrics: Metrics | None = None
         self._resources = ExitStack()
@@ -146,17 +152,21 @@ class Run:
         self.progress, self.carried = self._load(resume)
         self.validation = Validation(out, self.progress.step, config.stop_after, world)
         if not self.done:
-            # A model is there if the run was to be shorter before.
+            # The folder `model` exists if the run finished before and `steps` was then increased.
             world.run_on_rank0(lambda: shutil.rmtree(out / "model", ignore_errors=True))
         self.graphs = self.task.captured_steps(self.model, self.initial_state is not None)
-        self._clamped = clamped()  # in this process so far
+        self._clamped = clamped()  # the count of this process so far
 
     @property
     def done(self) -> bool:
+        """Whether all steps were taken, or validation has stopped the run early."""
         return self.progress.step >= self.config.steps or self.validation.stopped
 
     def train(self) -> None:
-        """Take all remaining steps, then call `finish`. Signals are handled between steps, as `fit` describes."""
+        """Take all remaining steps, then call `finish`.
+
+        Signals are handled between steps, as `fit` describes.
+        """
         with received_signals() as received:
             while not self.done:
                 ends = bool(received & {"SIGTERM", "SIGINT"})
@@ -190,7 +200,8 @@ class Run:
         )  # fmt: skip
         if self.initial_state is not None and step.taken:
             self.initial_state.after_step(step.trace.state, batches[-1])
-        if config.carry:  # what a skipped step has read is dropped, but not where documents have begun
+        if config.carry:
+            # After a skipped step, rows keep the state from before it, except where a document begins.
             after = (
                 step.trace.state if step.taken else state or carry_in(self.model, self.carried, batches[0])
             )
@@ -204,7 +215,9 @@ class Run:
         return step
 
     def checkpoint(self) -> None:
-        """Write a checkpoint of the current step, if there is none, and remove all but the last `keep`."""
+        """Write a checkpoint of the current step if there is none yet, and remove all but the last `keep`
+        ones.
+        """
         if self.metrics:
             self.metrics.flush()
         where = self.out / "checkpoints"
@@ -215,7 +228,7 @@ class Run:
     def sample(self) -> None:
         """Add a line with generated text to samples.jsonl. All processes have to call it."""
         if not (self.out / "tokenizer").is_dir():
-            return  # generated tasks have none
+            return  # generated tasks have no tokenizer
         prompt, step = self.config.prompt, self.progress.step
         sampling = Sampling(max_tokens=self.config.sample_tokens, temperature=0.8, seed=step)
         line = {"step": step, "prompt": prompt}
@@ -223,7 +236,7 @@ class Run:
         try:
             tokenizer = load_tokenizer(self.out / "tokenizer")
             line["text"] = Generation(self.model, [prompt], sampling, tokenizer=tokenizer).run().texts[0]
-        except (ValueError, OSError) as error:  # a look at a run must not end it
+        except (ValueError, OSError) as error:  # a failed sample must not end the run
             line["error"] = str(error)
         finally:
             self.model.train()
@@ -232,7 +245,10 @@ class Run:
                 file.write(json.dumps(line, ensure_ascii=False) + "\n")
 
     def finish(self) -> None:
-        """Write the last checkpoint and the plot; after the last step also the folder `model`."""
+        """Write a checkpoint and the plot of the metrics.
+
+        If the run is done, also write the folder `model`.
+        """
         self.checkpoint()
         if self.metrics and self.metrics.written:
             plot(self.out)
@@ -257,6 +273,7 @@ class Run:
         self._resources.__exit__(kind, error, traceback)
 
     def _make_folder(self, resume: bool) -> None:
+        """Create the run folder with its config, the digest of the corpus and the tokenizer."""
         self.out.mkdir(parents=True, exist_ok=True)
         if not resume:
             write_json(self.out / "config.json", self.config.to_dict())
@@ -266,7 +283,11 @@ class Run:
             tokenizer.save(self.out / "tokenizer")
 
     def _load(self, resume: bool) -> tuple[Progress, State | None]:
-        """The progress and the carried state of the last checkpoint; without one, those of a new run."""
+        """Load the last checkpoint. Return the progress and the carried state, which is None if rows carry
+        none.
+
+        Without a checkpoint, return those of a new run.
+        """
         found = checkpoint.checkpoints(self.out / "checkpoints") if resume else []
         if not found:
             self._count_unigrams()
@@ -288,10 +309,13 @@ class Run:
             raise ValueError(f"{error}; the checkpoint cannot be taken up, {hint}") from None
 
     def _check_config(self, saved: Mapping[str, object] | None, carried: State | None) -> None:
-        """Warn of changes to the run's config since the checkpoint, and refuse those that it cannot continue with."""
+        """Warn about changes to the run's config since the checkpoint.
+
+        Raise an error if the run cannot continue.
+        """
         config = self.config
         rows = config.batch // (config.accumulate * self.world.size)
-        staged = bool(config.data.stages)  # its steps differ in their rows
+        staged = bool(config.data.stages)  # with stages, the number of rows changes during the run
         if carried is not None and not staged and len(carried.position) != rows:
             had = len(carried.position) * config.accumulate * self.world.size
             raise OtherConfigError(
@@ -303,23 +327,30 @@ class Run:
             warnings.warn(f"{self.out / 'config.json'}: changed since the checkpoint: {listed}", stacklevel=2)
 
     def _count_unigrams(self) -> None:
-        """Count token frequencies for a store of rare tokens. A model that is trained further has them already."""
+        """Count token frequencies for models that store rare tokens.
+
+        Skipped with `init_from`: that model has them.
+        """
         config, table = self.config, self.model.log_unigrams
         if table is None or config.init_from is not None:
             return
-        # Of all rows, so that every process counts the same.
+        # Read the rows of all processes, so that every process gets the same counts.
         source = SOURCES[config.data.kind](config, config.batch, 0, 1)
         counted = unigrams(corpus(source), config.model.vocab_size)
         table.copy_(spread(counted.to(table.dtype), table))
 
     def _open_metrics(self, log: Log | None) -> Metrics | None:
-        """The first process writes metrics for all."""
+        """Open the metrics in the first process, which writes them for all.
+
+        Return None in the other processes.
+        """
         opened: list[Metrics] = []
         about = self.out, self.config, self.progress, log, self.world.device
         self.world.run_on_rank0(lambda: opened.append(Metrics(*about)))
         return opened[0] if opened else None
 
     def _count(self, step: Step) -> None:
+        """Add a step to the progress of the run."""
         before = self.progress
         self.progress = Progress(
             step=before.step + 1,
@@ -329,7 +360,7 @@ class Run:
         )
 
     def _validate(self) -> float | None:
-        """The error on data that is not trained on, at every `validate_every`-th step and the last one."""
+        """Return the loss on held-out data at every `validate_every`-th step and the last one, else None."""
         every, at = self.config.validate_every, self.progress.step
         if not every or (at % every and at != self.config.steps):
             return None
@@ -338,7 +369,7 @@ class Run:
         return value
 
     def _log(self, step: Step, validation: float | None = None) -> None:
-        """A line of the metrics, at every `log_every`-th step, the last one, and where the run was validated."""
+        """Write a line of metrics at every `log_every`-th step, at the last one, and at every validation."""
         at = self.progress.step
         if at % self.config.log_every and at != self.config.steps and validation is None:
             return
@@ -348,7 +379,7 @@ class Run:
             self.metrics.write(self.progress, step, self.world.size, summed, validation)
 
     def _give_up(self, batches: list[Batch]) -> None:
-        """Keep the batch that the run ended at, and raise."""
+        """Save the batches of the failed step to a file, and raise `TrainingError`."""
         rank = f"-{self.world.rank}" if self.world.size > 1 else ""
         bad = self.out / f"bad-batch{rank}.safetensors"
         write_tensors(bad, _replayable(batches), {"step": str(self.progress.step - 1)})
@@ -357,32 +388,39 @@ class Run:
 
 
 def resolve_config(config: TrainConfig | None) -> TrainConfig:
-    """A new run's config with absolute paths, and with the shape of the model that `init_from` names, if any."""
+    """Return the config of a new run with absolute paths.
+
+    If `init_from` is given, its model config is used.
+    """
     if config is None:
         raise ValueError("config: expected a TrainConfig for a new run, got None")
     return resolve_start(replace(config, data=config.data.map_paths(_absolute)))
 
 
 def _absolute(path: str | None) -> str | None:
-    """The absolute path: a run may be resumed in another working directory."""
+    """Make a path absolute, as a run may be resumed in another directory. None and ``hf:NAME`` are kept."""
     return path if path is None or path.startswith(PREFIX) else str(Path(path).resolve())
 
 
 def _current(saved: Mapping[str, object]) -> Mapping[str, object]:
-    """A checkpoint's config with the present names and fields, so that a new name is not taken for a change."""
+    """Convert a checkpoint's config to the current field names, so that a renamed field is not reported as
+    changed.
+    """
     try:
         return _plain(TrainConfig.from_dict(saved))
-    except ValueError:  # an earlier version accepted it; the run's own config.json was corrected since
+    except ValueError:  # accepted by an earlier version only; the run's config.json was corrected since
         return saved
 
 
 def _plain(config: TrainConfig) -> dict[str, object]:
-    """A config as a JSON file stores it: lists instead of tuples."""
+    """Convert a config to the plain data that a JSON file stores, with lists instead of tuples."""
     return json.loads(json.dumps(config.to_dict()))
 
 
 def _replayable(batches: list[Batch]) -> dict[str, Tensor]:
-    """All tensors of a step's batches, by name and part: enough to repeat the step."""
+    """Return all tensors of a step's batches as ``{"field.part": tensor}``, from which the step can be
+    repeated.
+    """
     parts = {}
     for index, batch in enumerate(batches):
         for name, value in batch._asdict().items():

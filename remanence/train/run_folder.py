@@ -1,4 +1,4 @@
-"""Checks before a run writes to its folder, and how the folder is emptied if the run cannot start."""
+"""Checks before a run writes to its folder, and the removal of its files if the run cannot start."""
 
 from __future__ import annotations
 
@@ -12,12 +12,15 @@ from remanence.tokenizers.tokens import Tokenizer, load_tokenizer
 from remanence.train.distributed import World
 
 PROBE = "It was 1851, and the whale - précisément - 10,000 miles away; \t'Nobody' knew."
-"""A text on which two tokenizers that differ will probably differ."""
+"""A text for which two different tokenizers probably return different tokens."""
 
 
 @contextmanager
 def emptied_on_failure(out: Path, world: World) -> Iterator[None]:
-    """A run that could not begin leaves nothing in its folder: it can be tried again. Once it has, all stays."""
+    """Empty the folder if a run fails to start, so that it can be tried again.
+
+    A run that has metrics is kept.
+    """
     try:
         yield
     except BaseException:
@@ -28,6 +31,7 @@ def emptied_on_failure(out: Path, world: World) -> Iterator[None]:
 
 
 def check_free(out: Path) -> None:
+    """Raise an error unless the folder of a new run is absent or empty. Temporary files are removed first."""
     if out.is_dir():
         remove_leftovers(out)
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
@@ -37,9 +41,9 @@ def check_free(out: Path) -> None:
 
 
 def check_tokenizer(init_from: str | None, tokenizer: Tokenizer | None) -> None:
-    """A model that is trained further must be given the tokens it knows."""
+    """Raise an error if the data's tokenizer differs from that of the model that the run starts from."""
     if init_from is None or tokenizer is None or not (Path(init_from) / "tokenizer.json").is_file():
-        return  # a new model, or trained on made-up symbols
+        return  # a new model, or a model or data without a tokenizer
     own = load_tokenizer(init_from)
     if own.vocabulary != tokenizer.vocabulary or _probed(own) != _probed(tokenizer):
         hint = "prepare it with that tokenizer"
@@ -47,7 +51,7 @@ def check_tokenizer(init_from: str | None, tokenizer: Tokenizer | None) -> None:
 
 
 def _probed(tokenizer: Tokenizer) -> object:
-    """The probe's tokens, or why a tokenizer refuses it: one of bases has no token for a whale."""
+    """Return the tokens of the probe text, or the error message if the tokenizer cannot encode it."""
     try:
         return tokenizer.encode(PROBE)
     except ValueError as error:

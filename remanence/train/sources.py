@@ -1,4 +1,4 @@
-"""Sources of batches: each gives a step's batch, as a function of the step. A new kind is an entry of `SOURCES`."""
+"""Sources of batches. A source returns the batch of a step, which depends on the step number only."""
 
 from __future__ import annotations
 
@@ -38,36 +38,42 @@ from remanence.verticals import Registry, sources
 
 
 class Source(Protocol):
-    """Batches as a function of the step: of a language model, each is a `Batch`."""
+    """A source of batches. For language models, each batch is a `Batch`."""
 
-    def step(self, number: int) -> Any: ...
+    def step(self, number: int) -> Any:
+        """Return the batch of a step, counted from 0. The same number always gives the same batch."""
+        ...
 
 
 class Prefetcher:
-    """A source whose next step is drawn by a thread, while a device that needs no host works on this one."""
+    """A source that prepares the next batch in a thread while the GPU works on the current one."""
 
     def __init__(self, source: Source) -> None:
         self.source, self.drawn = source, dict[int, Future[Batch]]()
         self.thread = ThreadPoolExecutor(1, "next batch")
 
     def step(self, number: int) -> Batch:
+        """Return the batch of a step, and start to prepare the next one."""
         held = self.drawn.pop(number, None) or self.thread.submit(self.source.step, number)
         self.drawn = {number + 1: self.thread.submit(self.source.step, number + 1)}
         return held.result()
 
     def close(self) -> None:
+        """Stop the thread."""
         self.thread.shutdown(cancel_futures=True)
 
 
 def tokenizer_of(source: Source) -> Tokenizer | None:
-    """A source's tokenizer; a task of made-up symbols has none."""
+    """Return the tokenizer of a source, or None for generated tasks that are not text."""
     if isinstance(source, Packed | Documents | Facts | FactDialogues):
         return source.data.tokenizer
     return getattr(source, "tokenizer", None)
 
 
 def corpus(source: Source, steps: int = 64, piece: int = 2**24) -> Iterator[torch.Tensor]:
-    """All tokens that a source reads from, in pieces; of a generated task, those of its first steps."""
+    """Yield all tokens of a source in pieces of at most `piece`, or of the first `steps` steps of a generated
+    task.
+    """
     if isinstance(source, Packed | Documents | Facts | FactDialogues):
         for shard in source.data.shards:
             for start in range(0, len(shard), piece):
@@ -78,9 +84,11 @@ def corpus(source: Source, steps: int = 64, piece: int = 2**24) -> Iterator[torc
 
 
 def check_corpus(source: Source, run: Path) -> None:
-    """Note in a run's folder, before its first step, which corpus it reads; later, refuse another one.
+    """Store the digest of the corpus in the run's folder, or raise an error if another digest is stored
+    there.
 
-    Nothing is noted of generated tasks, and of data that has no digest. Without a note, the corpus of now is the run's.
+    Nothing is stored for generated tasks and for data without a digest. If no digest is stored, any corpus is
+    accepted.
     """
     note = run / "data.json"
     corpus = source.data if isinstance(source, Packed | Documents | Facts | FactDialogues) else source
@@ -96,6 +104,7 @@ def check_corpus(source: Source, run: Path) -> None:
 
 
 def _shards(config: TrainConfig) -> Tokens:
+    """Open the prepared shards at ``data.path``, and check that the model's vocabulary is large enough."""
     assert isinstance(config.data, CorpusData)
     if config.data.path is None:
         raise ValueError("data.path: expected a folder made by `remanence data prepare`, got none")
@@ -105,35 +114,43 @@ def _shards(config: TrainConfig) -> Tokens:
 
 
 def check_vocabulary(config: TrainConfig, owner: str, needed: int) -> None:
-    """Refuse a model that has no token for some of the data's."""
+    """Raise an error if the model's vocabulary is smaller than `needed`.
+
+    `owner` names the data in the error.
+    """
     if (present := config.model.vocab_size) < needed:
         raise ValueError(f"model.vocab_size: expected at least the {owner}'s {needed}, got {present}")
 
 
 def _packed(config: TrainConfig, batch: int, rank: int, world: int) -> Source:
+    """Make the source of the kind `packed`. For the arguments of these functions, see `register_data`."""
     return Packed(_shards(config), config.data.length, batch, config.seed, rank, world)
 
 
 def _documents(config: TrainConfig, batch: int, rank: int, world: int) -> Source:
+    """Make the source of the kind `documents`."""
     return Documents(_shards(config), config.data.length, batch, config.seed, rank, world)
 
 
 def _text(config: TrainConfig, batch: int, rank: int, world: int) -> Source:
+    """Make the source of the kind `text`."""
     source = text.source(config, batch, rank, world)
     check_vocabulary(config, "text", source.data.vocabulary)
     return source
 
 
 def _facts(config: TrainConfig, batch: int, rank: int, world: int) -> Source:
+    """Make the source of the kind `facts`."""
     data = config.data
     assert isinstance(data, FactsData)
-    ramp = data.distance_ramp * config.accumulate  # a source's steps are parts of the run's
+    ramp = data.distance_ramp * config.accumulate  # the source counts the parts of steps
     return Facts(
         _shards(config), data.length, batch, data.weight, ramp, config.seed, rank, world, data.answer_end
     )
 
 
 def _fact_dialogues(config: TrainConfig, batch: int, rank: int, world: int) -> Source:
+    """Make the source of the kind `fact_dialogues`."""
     data = config.data
     assert isinstance(data, FactDialoguesData)
     lengths = data.curriculum or (data.length,)
@@ -146,6 +163,7 @@ def _fact_dialogues(config: TrainConfig, batch: int, rank: int, world: int) -> S
 
 
 def _recall(config: TrainConfig, batch: int, rank: int, world: int) -> Source:
+    """Make the source of the kind `recall`."""
     data = config.data
     assert isinstance(data, RecallData)
     kinds = {"keys": data.keys, "noise": data.noise}
@@ -155,6 +173,7 @@ def _recall(config: TrainConfig, batch: int, rank: int, world: int) -> Source:
 
 
 def _needle(config: TrainConfig, batch: int, rank: int, world: int) -> Source:
+    """Make the source of the kind `needle`."""
     assert isinstance(config.data, NeedleData)
     if config.model.vocab_size < 256:
         raise ValueError(f"model.vocab_size: expected at least 256, for bytes, got {config.model.vocab_size}")
@@ -162,6 +181,7 @@ def _needle(config: TrainConfig, batch: int, rank: int, world: int) -> Source:
 
 
 def model_folder(init_from: str) -> Path:
+    """Return the folder of the model to start from. Raise an error if it holds no model."""
     folder = resolve_model_path(init_from)
     if not (folder / "config.json").is_file():
         raise ValueError(f"init_from: expected a model's folder, with its config.json, got {init_from}")
@@ -169,6 +189,7 @@ def model_folder(init_from: str) -> Path:
 
 
 def _babilong(config: TrainConfig, batch: int, rank: int, world: int) -> Source:
+    """Make the source of the kind `babilong`: a `Curriculum` if the config has one, else a `Babilong`."""
     data = config.data
     assert isinstance(data, BabilongData)
     for task in data.tasks:
@@ -187,6 +208,9 @@ def _babilong(config: TrainConfig, batch: int, rank: int, world: int) -> Source:
 
 
 Factory = Callable[[TrainConfig, int, int, int], Source]
+"""A function ``(config, batch, rank, world)`` that makes a source; `batch` is the number of rows of one
+process.
+"""
 
 SOURCES: Registry[Factory] = Registry(
     {
@@ -201,21 +225,21 @@ SOURCES: Registry[Factory] = Registry(
         **sources(),
     }
 )
-"""The function that makes the source of batches of each kind of data."""
+"""The function that makes the source of batches, for each kind of data. `register_data` adds a kind."""
 
 
 def register_data(config: type[DataConfig], source: Factory) -> None:
-    """Register a kind of data of your own: its dataclass, and the function that makes its source of batches.
+    """Register a new kind of data: its dataclass, and the function that makes its source of batches.
 
-    ``source(config, batch, rank, world)`` returns an object with a method ``step(number)``, which returns a step's
-    `remanence.data.Batch`: `batch` rows for the process `rank` of `world`.
+    ``source(config, batch, rank, world)`` returns an object with a method ``step(number)``, which returns the
+    `remanence.data.Batch` of a step: the `batch` rows of process `rank` out of `world` processes.
     """
     DATA_KINDS[config.kind] = config
     SOURCES[config.kind] = source
 
 
 def make_source(config: TrainConfig, rank: int = 0, world: int = 1) -> Source:
-    """The source of one of a run's processes, after all checks of the config that need no model."""
+    """Make the source of batches of one process of a run. Raise an error if the config does not allow it."""
     shares = config.accumulate * world
     if config.batch % shares:
         raise ValueError(

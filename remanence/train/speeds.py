@@ -1,8 +1,8 @@
-"""The share of a GPU's peak that training reached where it was measured (speeds.json), and estimates for other models.
+"""Measured training speeds, as fractions of a GPU's peak (speeds.json), and estimates for other models.
 
-The table is made by `python benchmarks/gpu.py --parts c` and then `python benchmarks/speeds.py`: the 340m preset on one
-GPU, by kind of block, the memory's net and chunk, tokens of a row, and whether steps were captured as a CUDA graph or
-launched by the host.
+The table is made by `python benchmarks/gpu.py --parts c` and then `python benchmarks/speeds.py`. It was
+measured with the 340m preset on one GPU, for several kinds of block, memory networks, chunk sizes and row
+lengths, with steps captured as a CUDA graph or launched by the host.
 """
 
 from __future__ import annotations
@@ -19,14 +19,19 @@ from remanence.io.files import read_json
 TABLE = Path(__file__).with_name("speeds.json")
 
 NEAREST = {"mal": "mag", "mac": "mag", **dict.fromkeys(("window", "conv_window", "knn"), "attention")}
-"""What stands for a kind of block that was not measured; for all others "lmm", a memory alone."""
+"""The measured kind of block to use for a kind that was not measured.
+
+The default is "lmm", a memory alone.
+"""
 
 MATRICES = ("deep", "linear")
-"""Nets of which one matrix is written, token by token."""
+"""The memory networks in which each token is written to a single matrix."""
 
 
 class Reached(NamedTuple):
-    """A share of the peak, whether it was reached with activations recomputed, and in words what was measured."""
+    """A fraction of the GPU's peak, whether activations were recomputed in the measurement, and its
+    description.
+    """
 
     share: float
     checkpointing: bool
@@ -35,22 +40,24 @@ class Reached(NamedTuple):
 
 @cache
 def table() -> dict[str, Any]:
+    """Return the content of speeds.json."""
     return read_json(TABLE)
 
 
 def reached(kind: str, config: ModelConfig, length: int, captured: bool = True) -> Reached:
-    """The share for a model of such blocks alone, from the nearest measurement.
+    """Return the fraction of the peak for a model with one kind of block, from the nearest measurement.
 
-    Nearest is the same kind, then net, then chunk, then captured or not. Between lengths it is interpolated in
-    logarithms; beyond them it is the last.
+    The nearest measurement agrees in the kind of block, then in the memory network, then in the chunk size,
+    then in whether steps are captured. Values are interpolated between measured lengths on logarithmic
+    scales; beyond the shortest and longest, the nearest value is used.
     """
     rows, note = table()["rows"], ""
     known = kind if any(row["variant"] == kind for row in rows) else NEAREST.get(kind, "lmm")
     if kind in ("window", "conv_window", "knn"):
-        length = min(length, 2 * config.window)  # where full attention sees as much
+        length = min(length, 2 * config.window)  # full attention sees as many tokens there
     rows = [row for row in rows if row["variant"] == known]
     if known != "attention":
-        net = config.memory.net if kind in (known, *NEAREST) else "linear"  # what others write is a matrix
+        net = config.memory.net if kind in (known, *NEAREST) else "linear"  # others write to a matrix
         rows = nearest(
             rows, lambda row: (row["net"] != net) + ((row["net"] in MATRICES) != (net in MATRICES))
         )
@@ -82,6 +89,6 @@ def reached(kind: str, config: ModelConfig, length: int, captured: bool = True) 
 
 
 def nearest(rows: list[dict[str, Any]], distance: Callable[[dict[str, Any]], float]) -> list[dict[str, Any]]:
-    """The rows with the smallest distance."""
+    """Return the rows with the smallest distance."""
     best = min(rows, key=distance)
     return [row for row in rows if distance(row) == distance(best)]

@@ -18,10 +18,11 @@ from remanence.verticals import Registry, train_tasks
 
 
 class Gradients(NamedTuple):
-    """The result of forward and backward of a step, whose gradients are in the parameters.
+    """The result of the forward and backward pass of a step. The gradients themselves are in the parameters.
 
-    `loss` is this process's share of the step's loss, `tokens` the number of tokens or values that all processes have
-    read, `trace` the trace of the last part. `answers` is the loss of targets with weight 1, where others have less.
+    `loss` is this process's share of the step's loss, `tokens` the number of tokens or values that all
+    processes have read, and `trace` the trace of the last part. `answers` is the mean loss of the targets
+    with weight 1, if other targets have a lower weight, else None.
     """
 
     loss: Tensor | float
@@ -31,19 +32,25 @@ class Gradients(NamedTuple):
 
 
 class Steps(Protocol):
-    """Chooses which steps are replayed as a CUDA graph: None, or what `TrainTask.gradients` gets as `graph`."""
+    """Chooses which steps are replayed as a CUDA graph."""
 
-    def of(self, batches: Any, carried: State | None) -> Any: ...
+    def of(self, batches: Any, carried: State | None) -> Any:
+        """Return the argument `graph` of `TrainTask.gradients` for a step, or None if the step is not
+        captured.
+        """
+        ...
 
 
 class TrainTask(Protocol):
-    """One kind of training, for one run. A new one is an entry of `TASKS`, by its ``data.kind``.
+    """The part of a training run that depends on the kind of data. To add a task, enter it in `TASKS` by
+    ``data.kind``.
 
-    It is made with ``Task(config, world, source)``: `source` is given where it stands in for the config's.
+    A run creates its task as ``Task(config, world, source)``. If `source` is not None, it replaces the source
+    that the config names.
 
     Attributes:
-        source: where batches come from.
-        prefetch: whether a thread may draw the next batch while a GPU computes this one's gradients.
+        source: the source of batches.
+        prefetch: whether a thread may prepare the next batch while the GPU computes the current gradients.
     """
 
     source: Source
@@ -52,23 +59,32 @@ class TrainTask(Protocol):
     def __init__(self, config: TrainConfig, world: World, source: Source | None = None) -> None: ...
 
     def build_model(self, resumed: bool) -> Any:
-        """The model before the first step. A resumed run then gets its weights from a checkpoint."""
+        """Return the model before the first step.
+
+        If `resumed`, its weights are loaded from a checkpoint later.
+        """
         ...
 
     def shard(self, model: Any) -> Any:
-        """The model with its weights distributed over all processes."""
+        """Return the model with its weights distributed over all processes."""
         ...
 
     def stored_config(self, folder: Path, model: Any) -> ModelDescription:
-        """The config of the model in a checkpoint, to be compared with ``model.config``."""
+        """Return the config of the model in a checkpoint, to be compared with ``model.config``."""
         ...
 
     def captured_steps(self, model: Any, begins: bool) -> Steps:
-        """Which steps are captured; `begins` if documents may begin in a state other than the learned one."""
+        """Return the object that chooses the steps to capture as a CUDA graph.
+
+        `begins` is whether documents may begin in a state other than the learned one.
+        """
         ...
 
     def before_step(self, model: Any, carried: State | None, number: int) -> State | None:
-        """Called before each step, with the state that rows carry; returns it, changed if the model has changed."""
+        """Prepare the model for a step.
+
+        Return the state that rows carry, adapted if the model was changed.
+        """
         ...
 
     def gradients(
@@ -81,13 +97,16 @@ class TrainTask(Protocol):
         graph: Any,
         carried: State | None,
     ) -> Gradients:
-        """Forward and backward of all parts of a step."""
+        """Run the forward and backward pass of all parts of a step."""
         ...
 
     def validate(self, model: Any) -> float:
-        """The loss on held-out data: the lower the better."""
+        """Return the loss on held-out data; lower is better."""
         ...
 
 
 TASKS: Registry[type[TrainTask]] = Registry(train_tasks())
-"""Tasks by kind of data. Kinds that are not here are language modelling, on batches of their entry of `SOURCES`."""
+"""The task of each kind of data.
+
+Kinds without an entry use language modelling on the batches of their source.
+"""

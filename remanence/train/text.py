@@ -1,4 +1,6 @@
-"""A run on a text of one's own: how it is read, how long the run takes, and what it has achieved."""
+"""Training on the user's own text: reading it, choosing the number of steps, and evaluating on the held-out
+end.
+"""
 
 from __future__ import annotations
 
@@ -24,52 +26,63 @@ from remanence.train.loss import token_losses
 from remanence.train.plan import measured
 
 SECONDS = 360
-"""Of training, as timed before it: other work on the machine may make it half as long again."""
+"""The intended training time in seconds, by a timing before the run.
+
+It can be 1.5 times as long on a busy machine.
+"""
 READINGS = 4
-"""How often a text is read at most. A short one would be learned by heart."""
+"""How often a run reads the text at most, so that a short text is not memorized."""
 FEWEST = 20
-"""Steps at least."""
+"""The smallest number of steps of a run."""
 PROBE = 16
-"""Tokens of a short trial that finds out whether other processes use the cores."""
+"""The number of tokens of a short trial that detects whether other processes use the CPU cores."""
 BEFORE = 1 << 14
-"""Tokens that a model reads before the held-out part, if a document goes on there."""
+"""How much text before the held-out part the model reads first, in bytes, if a document continues in that
+part.
+"""
 XZ = 1 << 23
-"""Bytes that xz reads before it."""
+"""How much text before the held-out part xz reads first, in bytes."""
 
 
 def path_of(config: TrainConfig) -> str | None:
+    """Return the path of the text of a run of kind "text"."""
     assert isinstance(config.data, TextData)
     return config.data.path
 
 
 def own_tokens(config: TrainConfig, tokenizer: Tokenizer, rows: int) -> OwnTokens:
-    """What a run trains on: stretches for each row if it carries its memory, else documents as they are."""
+    """Return the tokens to train on.
+
+    If rows carry their memory, documents are split so that each row has one.
+    """
     text = read_text("data.path", path_of(config))
     return OwnTokens(text, tokenizer, rows if config.carry else None)
 
 
 def source(config: TrainConfig, batch: int, rank: int, world: int) -> Packed | Documents:
-    """The source of the kind "text"."""
+    """Return the source of batches of the kind "text"."""
     tokens = own_tokens(config, tokenizer_for(config), batch * world)
     kind = Documents if config.carry else Packed
     return kind(tokens, config.data.length, batch, config.seed, rank, world)
 
 
 def held_out_source(config: TrainConfig, batch: int, rank: int, world: int) -> Packed:
-    """The end of the text, which is not trained on, for validation."""
+    """Return the source of validation batches: the end of the text, which is not trained on."""
     held = read_text("data.path", path_of(config)).held
     tokens = OwnTokens(OwnText(held, [], False), tokenizer_for(config))
     return Packed(tokens, config.data.length, batch, config.seed, rank, world)
 
 
 def tokenizer_for(config: TrainConfig) -> Tokenizer:
-    """That of the model which the run begins from, else bytes."""
+    """Return the tokenizer of the model that the run starts from, or the byte tokenizer if there is none."""
     return ByteTokenizer() if config.init_from is None else load_tokenizer(config.init_from)
 
 
 def fit_time_budget(config: TrainConfig) -> TrainConfig:
-    """A config whose steps take a few minutes on this machine, and read the text a few times at most. Memories are
-    carried unless documents are short; those are packed.
+    """Return the config with a number of steps that takes a few minutes here and reads the text a few times
+    at most.
+
+    If the documents are short, `carry` is turned off and they are packed into rows.
     """
     if os.environ.get("WORLD_SIZE", "1") != "1":
         raise ValueError("steps: expected --steps=N with several processes, which would each time their own")
@@ -84,7 +97,7 @@ def fit_time_budget(config: TrainConfig) -> TrainConfig:
 
 
 def choose_threads(config: TrainConfig) -> None:
-    """Train with as many threads as are fastest on this machine now (`runtime/device.py: fastest_threads`)."""
+    """Set the number of CPU threads to the one that is fastest now (`runtime/device.py: fastest_threads`)."""
     device, alone = resolve(config.device), replace(config, batch=1, accumulate=1)
     short = replace(alone, data=replace(alone.data, length=min(PROBE, alone.data.length)))
     if device.type == "cpu":
@@ -93,13 +106,19 @@ def choose_threads(config: TrainConfig) -> None:
 
 
 def _rate(config: TrainConfig) -> float:
-    """Tokens per second of one row, as the median of three timings, as other work comes and goes."""
+    """Return the training speed of one row in tokens per second.
+
+    The median of three timings reduces noise.
+    """
     device, alone = resolve(config.device), replace(config, batch=1, accumulate=1)
     return median(measured(alone, device) for _ in range(3))
 
 
 class HeldOut(NamedTuple):
-    """Bits per byte of a held-out part: a model's, and those of ``xz -9``, after the text before it and alone."""
+    """The size of the held-out part in bytes, and its bits per byte with the model and with ``xz -9``.
+
+    `xz_after` is for xz after it has read the preceding text, `xz_alone` for the held-out part alone.
+    """
 
     bytes: int
     model: float
@@ -109,11 +128,14 @@ class HeldOut(NamedTuple):
 
 @torch.no_grad()
 def held_out(model: Model, tokenizer: Tokenizer, text: OwnText) -> HeldOut:
-    """Measure a model on what was held out. It has read the text right before, as far as the same document goes on."""
+    """Measure a model on the held-out part.
+
+    If a document continues there, the model reads its preceding text first.
+    """
     place, nats = model.embed.weight.device, 0.0
     for number, document in enumerate(text.held):
         before = _encoded(tokenizer, text.train[-1][-BEFORE:]) if text.cut and not number else []
-        # Without anything before it, a document's first token does not count, as everywhere.
+        # The first token of a document has no loss if no text precedes it.
         tokens = torch.tensor([before + _encoded(tokenizer, document)], device=place)
         for part, trace in traces(model, tokens[:, :-1]):
             targets = tokens[0, 1:][part]
@@ -126,10 +148,12 @@ def held_out(model: Model, tokenizer: Tokenizer, text: OwnText) -> HeldOut:
 
 
 def _encoded(tokenizer: Tokenizer, text: bytes) -> list[int]:
+    """Return the tokens of a text that is given as bytes."""
     return [token for piece in tokenizer.stream([text]) for token in piece]
 
 
 def _xz(data: bytes) -> int:
+    """Return the compressed size in bytes."""
     return len(lzma.compress(data, preset=9))
 
 

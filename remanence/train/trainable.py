@@ -13,13 +13,16 @@ from remanence.model import State
 
 
 class ModelDescription(Protocol):
-    """A model's configuration."""
+    """The configuration of a model."""
 
     def to_dict(self) -> dict[str, Any]: ...
 
 
 class TrainableModel(Protocol):
-    """What checkpoints, validation, the optimizer and export need of a model. The training task needs more of it."""
+    """The methods of a model that checkpoints, validation, the optimizer and export use.
+
+    Training tasks need more.
+    """
 
     @property
     def config(self) -> ModelDescription: ...
@@ -32,15 +35,22 @@ class TrainableModel(Protocol):
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]: ...
 
     def saved_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """The parameters that a folder and a checkpoint hold, by name."""
+        """Yield the name and the parameter for all parameters that are saved in model folders and
+        checkpoints.
+        """
         ...
 
     def describe(self) -> dict[str, Any]:
-        """The content of a model folder's config.json."""
+        """Return the content of the model folder's config.json."""
         ...
 
-    def save(self, folder: Path) -> None: ...
+    def save(self, folder: Path) -> None:
+        """Write the model to a folder."""
+        ...
 
     def start(self, rows: int) -> State:
-        """The state of rows at a document's start. Called only where rows carry a state from step to step."""
+        """Return the state of `rows` rows at the start of a document.
+
+        Only used if rows carry a state between steps.
+        """
         ...

@@ -1,6 +1,6 @@
-"""The best weights of a run by its validation, and when to stop.
+"""Keeps the weights with the lowest validation loss of a run, and decides when to stop early.
 
-Validation losses are read back from the metrics when a run is resumed.
+When a run is resumed, the earlier validation losses are read from its metrics.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from remanence.train.distributed import World, full, spread
 from remanence.train.trainable import TrainableModel
 
 BEST = "best.safetensors"
+"""The file in the run folder that holds the weights with the lowest validation loss."""
 
 
 class Validation:
@@ -32,15 +33,15 @@ class Validation:
                 found = json.loads(line)
                 at, value = found["step"], found["validation"]
             except (ValueError, KeyError, TypeError, AttributeError):
-                continue  # cut short by a kill, or not validated
+                continue  # an incomplete line, or a step without validation
             if at <= step:
                 self.history.append(
                     (at, inf if value is None else value)
-                )  # written for a loss that is not finite
+                )  # null stands for a loss that is not finite
 
     @property
     def best(self) -> tuple[int, float] | None:
-        """The step and the value; of equal ones, the first."""
+        """The step and the value of the lowest loss (the first of equal ones), or None before any validation."""
         return min(self.history, key=lambda each: each[1], default=None)
 
     @property
@@ -51,7 +52,10 @@ class Validation:
         return sum(step > self.best[0] for step, _ in self.history) >= self.stop_after
 
     def add(self, step: int, value: float, model: TrainableModel) -> None:
-        """Record a validation loss, and save the weights if it is the lowest. All processes have to call it."""
+        """Record a validation loss, and save the weights if it is the lowest.
+
+        All processes must call this method.
+        """
         value = value if isfinite(value) else inf
         self.history.append((step, value))
         if self.best == (step, value) and isfinite(value):
@@ -60,7 +64,7 @@ class Validation:
 
     @torch.no_grad()
     def restore(self, model: TrainableModel) -> None:
-        """Load the weights with the lowest validation loss, if there are any."""
+        """Load the weights with the lowest validation loss into the model, if they were saved."""
         if self.best is None or not self.path.is_file():
             return
         stored = read_tensors(self.path)

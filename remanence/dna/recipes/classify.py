@@ -13,6 +13,7 @@ from remanence.train import OptimizerConfig, TrainConfig
 
 
 def recipe() -> TrainConfig:
+    """Return the training configuration."""
     return replace(
         load_recipe(Path(__file__).with_name("pretrain.py")),
         data=DnaData(length=1024, weight=0.0, reverse_complement=True),

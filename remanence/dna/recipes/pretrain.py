@@ -1,4 +1,4 @@
-"""A small LMM on a genome, base by base: what `dna/classify` begins from, as in HyenaDNA's protocol.
+"""Pretraining of a small LMM on a genome, one token per base. `dna/classify` starts from it, as in HyenaDNA.
 
 remanence train dna/pretrain --out out/genome --data.path=genome.fna.gz
 remanence eval out/genome/model lm --lm.data=held-out.fna --lm.views=stream --full --memory-mode on off
@@ -11,6 +11,7 @@ from remanence.train import OptimizerConfig, TrainConfig
 
 
 def recipe() -> TrainConfig:
+    """Return the training configuration."""
     model = ModelConfig(
         vocab_size=VOCABULARY,
         dim=256,
@@ -20,7 +21,7 @@ def recipe() -> TrainConfig:
         window=128,
         segment=128,
         persistent=16,
-        memory={"head_dim": 64},  # type: ignore[arg-type]  # fields of the default, changed
+        memory={"head_dim": 64},  # type: ignore[arg-type]  # changed fields of the default
     )
     return TrainConfig(
         model=model,

@@ -1,4 +1,4 @@
-"""Training runs of forecasting networks, one recipe for each dataset."""
+"""Training recipes of forecasting networks, one for each dataset."""
 
 from __future__ import annotations
 
@@ -13,10 +13,12 @@ from remanence.train import OptimizerConfig, TrainConfig
 def forecasting(
     split: str, *, lookback: int = 96, horizon: int = 96, steps: int = 600, **forecast: Any
 ) -> TrainConfig:
-    """Titans' Table 3: the neural memory (LMM) as the mixer of a forecasting network, here over patches of 16 values.
+    """Return the training configuration of Table 3 in the Titans paper.
 
-    The paper says no more than that it takes Mamba's place in Simba. All sizes are ours: docs/results/forecast.md says
-    what was measured. Stopped early by the validation part, as in the field.
+    The neural memory (LMM) is the mixer of a forecasting network, here over patches of 16 rows. The paper
+    only says that the memory replaces Mamba in Simba, so all sizes are our choice; docs/results/forecast.md
+    lists the measurements. Training stops early by the validation error, as is common. `forecast` are fields
+    of `ForecastConfig`.
     """
     model = ModelConfig(
         vocab_size=1,
@@ -28,7 +30,7 @@ def forecasting(
         window=64,
         segment=64,
         persistent=0,
-        memory={"heads": 4, "chunk": 16},  # type: ignore[arg-type]  # fields of the default, changed
+        memory={"heads": 4, "chunk": 16},  # type: ignore[arg-type]  # changed fields of the default
     )
     return TrainConfig(  # type: ignore[call-arg]
         model=model,

@@ -1,4 +1,4 @@
-"""A CSV file of one's own: a column for each channel, rows in the order of time, a date is left out.
+"""Your own CSV file: one column per channel and rows in temporal order. Date columns are skipped.
 
 remanence train forecast/csv --data.path=mine.csv --out out/mine --data.horizon=96
 remanence eval out/mine forecast --forecast.data=mine.csv --memory-mode on off frozen
@@ -9,4 +9,5 @@ from remanence.train import TrainConfig
 
 
 def recipe() -> TrainConfig:
+    """Return the training configuration."""
     return forecasting("7/1/2")

@@ -1,4 +1,4 @@
-"""The consumption of 321 customers, by the hour. Not measured here: the data was not at hand.
+"""Hourly electricity consumption of 321 customers. We have no results, because the data was not available.
 
 remanence train forecast/electricity --data.path=electricity.csv --out out/electricity --data.horizon=96
 remanence eval out/electricity forecast --forecast.data=electricity.csv --memory-mode on off frozen
@@ -11,4 +11,5 @@ from remanence.train import TrainConfig
 
 
 def recipe() -> TrainConfig:
+    """Return the training configuration."""
     return replace(forecasting("7/1/2", steps=3000), batch=16)

@@ -1,4 +1,4 @@
-"""Electricity transformer 2, by the quarter of an hour: seven channels, 12, 4 and 4 months.
+"""Electricity transformer 2, every 15 minutes: 7 channels; 12, 4 and 4 months for training, validation and test.
 
 remanence train forecast/ettm2 --data.path=ETTm2.csv --out out/ettm2 --data.horizon=96
 remanence eval out/ettm2 forecast --forecast.data=ETTm2.csv --memory-mode on off frozen
@@ -9,4 +9,5 @@ from remanence.train import TrainConfig
 
 
 def recipe() -> TrainConfig:
+    """Return the training configuration."""
     return forecasting("ett-minute", steps=1500)

@@ -1,4 +1,4 @@
-"""The use of 862 lanes in the San Francisco Bay, by the hour. Not measured here: the data was not at hand.
+"""Hourly use of 862 lanes in the San Francisco Bay area. We have no results: the data was not available.
 
 remanence train forecast/traffic --data.path=traffic.csv --out out/traffic --data.horizon=96
 remanence eval out/traffic forecast --forecast.data=traffic.csv --memory-mode on off frozen
@@ -11,4 +11,5 @@ from remanence.train import TrainConfig
 
 
 def recipe() -> TrainConfig:
+    """Return the training configuration."""
     return replace(forecasting("7/1/2", steps=3000), batch=8)

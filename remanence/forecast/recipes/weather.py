@@ -1,4 +1,4 @@
-"""Weather in Jena, every ten minutes of a year: 21 channels, the first 7 of 10 parts to train, the last 2 to test.
+"""Weather in Jena, every ten minutes of a year: 21 channels; 70 % for training, the last 20 % for test.
 
 remanence train forecast/weather --data.path=weather.csv --out out/weather --data.horizon=96
 remanence eval out/weather forecast --forecast.data=weather.csv --memory-mode on off frozen
@@ -9,4 +9,5 @@ from remanence.train import TrainConfig
 
 
 def recipe() -> TrainConfig:
+    """Return the training configuration."""
     return forecasting("7/1/2", steps=1500)

@@ -31,7 +31,9 @@ from remanence.ops.state import Weights
 
 
 def record_keys(net: MLP, rule: LinearRule, anchor: Anchor, k: Tensor, v: Tensor) -> KeyActivations:
-    """The layer inputs, errors and predictions of a chunk's keys ``[m c e]`` and values at the anchor weights."""
+    """Compute the layer inputs, errors and predictions of a chunk's keys ``[m c e]`` and values at the anchor
+    weights.
+    """
     if is_token_exact(net, rule):
         return record_token_exact(net, rule, anchor, k, v)
     depth, scale = len(anchor.state), anchor.co.anchor_scale
@@ -59,7 +61,9 @@ def record_keys(net: MLP, rule: LinearRule, anchor: Anchor, k: Tensor, v: Tensor
 def record_keys_backward(
     net: MLP, rule: LinearRule, anchor: Anchor, rec: KeyActivations, g: ChunkGrads, g_surprise: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """The gradients of k and v, from those of layer inputs and errors in `g`. Other gradients are added to `g`."""
+    """Return the gradients of k and v, from the gradients of layer inputs and errors in `g`. The gradients of
+    the state and the coefficients are added to `g` in place.
+    """
     if is_token_exact(net, rule):
         return record_token_exact_backward(net, rule, anchor, rec, g, g_surprise)
     last, scale = len(anchor.state) - 1, anchor.co.anchor_scale
@@ -99,9 +103,11 @@ def record_next_key(
     k: Tensor,
     v: Tensor,
 ) -> KeyActivations:
-    """`record_keys` for the next token ``[m 1 e]`` of a chunk, given the inputs and errors so far; no system is solved.
+    """Compute `record_keys` for the next token ``[m 1 e]`` of a chunk, given the inputs and errors of the
+    earlier tokens. No linear system has to be solved.
 
-    The anchor has the coefficients of that token; for the token-exact rule, its `previous_token_factors`.
+    The anchor must have the coefficients of that token or, for the token-exact rule, its
+    `previous_token_factors`.
     """
     if not is_token_exact(net, rule):
         return record_keys(net, rule, anchor, k, v)
@@ -111,14 +117,16 @@ def record_next_key(
 
 
 def write_end_state(anchor: Anchor, inputs: list[Tensor], errors: list[Tensor], into: Weights) -> None:
-    """Write the state at the end of a chunk to `into`."""
+    """Write the state at the end of a chunk into `into`, in place."""
     for state, x, error, end in zip(anchor.state, inputs, errors, into, strict=True):
         torch.bmm(anchor.co.end_state_factors, state.flatten(2), out=end.flatten(2))
         flatten_state(end).baddbmm_(stack_scaled(x, anchor.co.end_gradient_factors).mT, error, alpha=-1)
 
 
 def write_end_state_backward(anchor: Anchor, rec: KeyActivations, g_end: list[Tensor], g: ChunkGrads) -> None:
-    """The backward of `write_end_state`, added to `g`."""
+    """Compute the backward of `write_end_state` and add the gradients to `g` in place. `g_end` is the
+    gradient of the end state.
+    """
     co = anchor.co
     for layer, grad in enumerate(g_end):
         x, error, tall = rec.inputs[layer], rec.errors[layer], flatten_state(grad)

@@ -12,20 +12,21 @@ from remanence.ops.nets import LAYER_NORM_EPS, MLP, overflow_scale
 
 _aten = torch.ops.aten
 DENSITY = 1.0 / math.sqrt(2.0 * math.pi)
+"""The density of the standard normal distribution at 0, for the derivatives of GELU."""
 
 
 def activate(net: MLP, z: Tensor) -> Tensor:
-    """act(z)."""
+    """Return act(z), with the activation of the net."""
     return _aten.gelu(z) if net.activation == "gelu" else _aten.silu(z)
 
 
 def activation_backward(net: MLP, grad: Tensor, z: Tensor) -> Tensor:
-    """grad * act'(z), in one operation."""
+    """Return grad * act'(z), computed in one operation."""
     return _aten.gelu_backward(grad, z) if net.activation == "gelu" else _aten.silu_backward(grad, z)
 
 
 def activate_with_slope(net: MLP, z: Tensor) -> tuple[Tensor, Tensor]:
-    """act(z) and act'(z), which share the most expensive part."""
+    """Return act(z) and act'(z), whose most expensive part is computed only once."""
     if net.activation == "gelu":
         below = torch.erf(z * math.sqrt(0.5)).add_(1.0).mul_(0.5)
         return z * below, below.addcmul_(z, (z * z).mul_(-0.5).exp_(), value=DENSITY)
@@ -35,7 +36,7 @@ def activate_with_slope(net: MLP, z: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def activation_second_derivative(net: MLP, z: Tensor) -> Tensor:
-    """act''(z)."""
+    """Return act''(z)."""
     if net.activation == "gelu":
         square = z * z
         return (square * -0.5).exp_().mul_(square.sub_(2.0)).mul_(-DENSITY)
@@ -44,19 +45,20 @@ def activation_second_derivative(net: MLP, z: Tensor) -> Tensor:
 
 
 class Norm(NamedTuple):
-    """The result of LayerNorm without gain, with what its derivatives need.
+    """The result of LayerNorm without gain, with the values that its derivatives need.
 
-    Rows whose squares would overflow are scaled down first (`nets.overflow_scale`), and their derivatives with them.
+    Rows whose squares would overflow are scaled down first (`nets.overflow_scale`), and their derivatives
+    with them.
     """
 
-    source: Tensor  # scaled down
+    source: Tensor  # the input, after it was scaled down
     value: Tensor
     mean: Tensor
     rstd: Tensor
     overflow_scale: Tensor
 
     def backward(self, grad: Tensor) -> Tensor:
-        """The gradient of the source: rstd (grad - mean(grad) - value mean(grad value))."""
+        """Return the gradient of the input: rstd (grad - mean(grad) - value mean(grad value))."""
         only_input = [True, False, False]
         shape = self.source.shape[-1:]
         g = _aten.native_layer_norm_backward(
@@ -65,8 +67,8 @@ class Norm(NamedTuple):
         return g.mul_(self.overflow_scale)
 
     def double_backward(self, g_value: Tensor, grad: Tensor, pulled: Tensor, g_pulled: Tensor) -> Tensor:
-        """The gradient of the source from those of `value` and of ``pulled = backward(grad)``, which depends on the
-        source through `value` and `rstd`.
+        """Return the gradient of the input, from the gradients of `value` and of ``pulled = backward(grad)``.
+        The latter depends on the input through `value` and `rstd`.
         """
         rstd = self.rstd * self.overflow_scale
         along = (grad * self.value).mean(-1, keepdim=True)
@@ -79,7 +81,7 @@ class Norm(NamedTuple):
 
 
 def layer_norm(x: Tensor) -> Norm:
-    """LayerNorm without gain over the last axis."""
+    """Compute LayerNorm without gain over the last axis."""
     factor = overflow_scale(x)
     x = x * factor
     value, mean, rstd = _aten.native_layer_norm(x, x.shape[-1:], None, None, LAYER_NORM_EPS)
@@ -87,29 +89,31 @@ def layer_norm(x: Tensor) -> Norm:
 
 
 def append_ones(net: MLP, x: Tensor) -> Tensor:
-    """x with a column of ones for the bias, if the net has one."""
+    """Return x with a column of ones for the bias appended, or x itself if the net has no bias."""
     return torch.cat([x, x.new_ones(*x.shape[:-1], 1)], -1) if net.bias else x
 
 
 def drop_ones(net: MLP, x: Tensor) -> Tensor:
-    """x without the column of `append_ones`."""
+    """Return x without the column that `append_ones` appended."""
     return x[..., :-1] if net.bias else x
 
 
 def scale_tokens(x: Tensor, factor: Tensor | None) -> Tensor:
-    """x ``[m c f]`` times a factor ``[m c]`` per token; x itself if None."""
+    """Return x ``[m c f]`` times a factor ``[m c]`` per token, or x itself if the factor is None."""
     return x if factor is None else x * factor.unsqueeze(-1)
 
 
 def stack_scaled(x: Tensor, factors: Tensor) -> Tensor:
-    """x ``[m c f]`` times each of the p factors ``[m c p]`` of its token, concatenated: ``[m c p*f]``."""
+    """Multiply x ``[m c f]`` by each of the p factors ``[m c p]`` of its token, and concatenate the results:
+    ``[m c p*f]``.
+    """
     return (x.unsqueeze(-2) * factors.unsqueeze(-1)).flatten(-2)
 
 
 def stack_scaled_backward(
     grad: Tensor, x: Tensor, factors: Tensor, g_x: Tensor, g_factors: Tensor, sign: int = 1
 ) -> None:
-    """The backward of `stack_scaled`, added to `g_x` and `g_factors` in place."""
+    """Compute the backward of `stack_scaled` and add it, times `sign`, to `g_x` and `g_factors` in place."""
     grad = grad.unflatten(-1, (factors.shape[-1], -1))
     g_factors.add_((grad * x.unsqueeze(-2)).sum(-1), alpha=sign)
     for p in range(factors.shape[-1]):
@@ -117,5 +121,7 @@ def stack_scaled_backward(
 
 
 def flatten_state(state: Tensor) -> Tensor:
-    """J ``[m p f f']`` as one matrix ``[m p*f f']``, to be multiplied with the result of `stack_scaled`."""
+    """Return J ``[m p f f']`` as one matrix ``[m p*f f']``, to be multiplied with the result of
+    `stack_scaled`.
+    """
     return state.flatten(1, 2)

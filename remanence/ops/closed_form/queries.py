@@ -37,7 +37,9 @@ class QueryActivations(NamedTuple):
 def read_queries(
     net: MLP, anchor: Anchor, inputs: list[Tensor], errors: list[Tensor], q: Tensor
 ) -> QueryActivations:
-    """The answers to queries ``[m c' e]`` of the last c' tokens of a chunk, each at the weights after its token."""
+    """Compute the answers to queries ``[m c' e]`` of the last c' tokens of a chunk, each at the weights after
+    its token. `inputs` and `errors` are X and D of the chunk's keys.
+    """
     mix, own = _query_factors(anchor.co, q.shape[1])
     outputs: list[Tensor] = []
     queries, scaled_inputs, scores = [], [], []
@@ -58,7 +60,7 @@ def read_queries(
 
 
 def _query_factors(co: Coefficients, count: int) -> tuple[Tensor, Tensor]:
-    """The gradient factors and state factors of the last `count` tokens."""
+    """Return the gradient factors and the state factors of the last `count` tokens."""
     first = co.gradient_factors.shape[1] - count
     return co.gradient_factors[:, first:], co.state_factors[:, first:]
 
@@ -72,7 +74,9 @@ def read_queries_backward(
     g_answers: Tensor,
     g_co: Coefficients,
 ) -> tuple[Tensor, ChunkGrads]:
-    """The gradients of the queries and of inputs, errors and state; those of the coefficients are added in place."""
+    """Return the gradient of the queries, and the gradients of layer inputs, errors and state. The gradients
+    of the coefficients are added to `g_co` in place.
+    """
     mix, own = _query_factors(anchor.co, g_answers.shape[1])
     g_mix, g_own = _query_factors(g_co, g_answers.shape[1])
     g_inputs, g_errors, g_state = [], [], []

@@ -1,4 +1,4 @@
-"""The records of the closed form (start of a chunk, activations of its keys, gradients), and its inner loss."""
+"""The records of the closed form (start of a chunk, activations of its keys, gradients), and the inner loss."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from remanence.ops.state import Weights
 
 
 def unsupported_reason(net: Net, rule: Rule) -> str | None:
-    """Why a memory has no closed form, as a message; None if it has one."""
+    """Return a message that says why a memory has no closed form, or None if it has one."""
     if not is_linear(rule):
         return f"the rule {type(rule).__name__} has no closed form"
     if isinstance(net, MLP) and isinstance(rule.loss, str):
@@ -23,14 +23,16 @@ def unsupported_reason(net: Net, rule: Rule) -> str | None:
 
 
 class Anchor(NamedTuple):
-    """The start of a chunk: the state J of each layer, the coefficients of its tokens, and the token-exact solver."""
+    """The start of a chunk: the state J of each layer, the coefficients of the chunk's tokens, and the
+    token-exact solver (None if it is not needed).
+    """
 
     state: Weights
     co: Coefficients
     solver: Tensor | None = None
 
     def weight(self, layer: int) -> Tensor:
-        """The weight of a layer at the start of the chunk."""
+        """Return the weight of a layer at the start of the chunk."""
         return self.state[layer][:, 0]
 
 
@@ -44,7 +46,9 @@ class ChunkGrads(NamedTuple):
 
 
 class KeyActivations(NamedTuple):
-    """The activations of a chunk's keys at the anchor weights: layer inputs X, errors D, and what backward needs."""
+    """The activations of a chunk's keys at the anchor weights: layer inputs X, errors D, and the values that
+    backward needs.
+    """
 
     inputs: list[Tensor]
     errors: list[Tensor]
@@ -57,7 +61,7 @@ class KeyActivations(NamedTuple):
     slope: Tensor  # dloss/dprediction
 
     def surprise(self, rule: LinearRule) -> Tensor:
-        """The inner loss of each token, ``[m c]``."""
+        """Return the inner loss of each token, ``[m c]``."""
         if rule.loss == "squared":
             return 0.5 * (self.slope * self.slope).sum(-1)
         return (self.prediction * self.slope).sum(-1)
@@ -66,7 +70,9 @@ class KeyActivations(NamedTuple):
 def prediction_and_slope(
     net: MLP, rule: LinearRule, k: Tensor, v: Tensor, output: Tensor
 ) -> tuple[Norm | None, Tensor, Tensor]:
-    """LayerNorm (or None), the prediction, and the loss's derivative with respect to it, from the last output Z_L."""
+    """Return the LayerNorm of the last output Z_L (None if the net has none), the prediction, and the
+    derivative of the loss with respect to the prediction.
+    """
     norm = layer_norm(output) if net.norm else None
     answer = norm.value if norm else output
     prediction = answer + k if net.residual else answer
@@ -74,14 +80,18 @@ def prediction_and_slope(
 
 
 def is_token_exact(net: MLP, rule: LinearRule) -> bool:
-    """Whether each token has its own anchor; a net that is not linear in its weights needs chunks of one for that."""
+    """Whether the gradient of each token is taken at the weights before that token. This is False for a net
+    that is not linear in its weights, which needs chunks of one token for that.
+    """
     return rule.anchor == "token" and net.linear
 
 
 def prediction_backward(
     net: MLP, rule: LinearRule, rec: KeyActivations, g_error: Tensor, g_surprise: Tensor
 ) -> tuple[Tensor | None, Tensor, Tensor]:
-    """The gradients of k (through the residual), v and Z_L, from those of the error D_L and of the surprise."""
+    """Return the gradients of k (through the residual; None without one), of v and of Z_L, from the gradients
+    of the error D_L and of the surprise.
+    """
     g_slope = rec.norm.backward(g_error) if rec.norm else g_error
     weight = g_surprise.unsqueeze(-1)
     if rule.loss == "squared":

@@ -1,4 +1,6 @@
-"""The token-exact rule for a memory that is linear in its weights, by one triangular system per chunk."""
+"""The token-exact rule for a memory that is linear in its weights, computed by solving one triangular system
+per chunk.
+"""
 
 from __future__ import annotations
 
@@ -28,13 +30,15 @@ from remanence.ops.rules import Coefficients, LinearRule
 
 
 def _shift_by_one_token(x: Tensor, first: Tensor) -> Tensor:
-    """The coefficients ``[m c n]`` of the previous token; `first` ``[n]`` for the first token of a chunk."""
+    """Return the coefficients ``[m c n]`` of the previous token. The first token of a chunk gets `first`
+    ``[n]``.
+    """
     return torch.cat([first.expand(x.shape[0], 1, -1), x[:, :-1]], 1)
 
 
 def previous_token_factors(co: Coefficients) -> tuple[Tensor, Tensor]:
-    """P and (a, r) before each token's own update (but after its own decay, for decay_first)."""
-    # Not copied from the host, because a CUDA graph cannot capture such a copy.
+    """Return P and (a, r) before each token's own update (but after its own decay, for decay_first)."""
+    # This is computed on the device, because a CUDA graph cannot capture a copy from the host.
     untouched = (torch.arange(co.state_factors.shape[-1], device=co.state_factors.device) == 0).to(
         co.state_factors.dtype
     )
@@ -47,7 +51,9 @@ def previous_token_factors(co: Coefficients) -> tuple[Tensor, Tensor]:
 
 
 def token_exact_solver(net: MLP, rule: LinearRule, k: Tensor, co: Coefficients) -> Tensor | None:
-    """(I + (X X^T) P~)^-1 for every chunk, which does not depend on the state; None if the rule does not need it."""
+    """Return (I + (X X^T) P~)^-1 for every chunk, which does not depend on the state. Return None if the rule
+    does not need it.
+    """
     if not is_token_exact(net, rule) or rule.loss != "squared":
         return None
     x = append_ones(net, k)
@@ -55,12 +61,12 @@ def token_exact_solver(net: MLP, rule: LinearRule, k: Tensor, co: Coefficients) 
 
 
 def invert_unit_triangular(A: Tensor) -> Tensor:
-    """(I + A)^-1 for strictly lower triangular A ``[m c c]``. Inverses of diagonal blocks are merged in pairs: below
-    the diagonal, the merged block is -X2 A21 X1.
+    """Return (I + A)^-1 for strictly lower triangular A ``[m c c]``. Inverses of diagonal blocks are merged
+    in pairs: below the diagonal, the merged block is -X2 A21 X1.
 
-    All matrices are processed at once. torch's triangular solver processes one after the other, and synchronises its
-    threads after each: on a busy CPU, 256 matrices of 32 x 32 took it 1 to 2 s, and this 0.1 s (on an idle one, both
-    take about the same).
+    All matrices are processed at once. torch's triangular solver processes one after the other, and
+    synchronises its threads after each of them. On a busy CPU, it took 1 to 2 s for 256 matrices of 32 x 32,
+    and this function 0.1 s (on an idle CPU, both take about the same time).
     """
     count, c = A.shape[0], A.shape[-1]
     size = 1 << (c - 1).bit_length()
@@ -78,10 +84,11 @@ def invert_unit_triangular(A: Tensor) -> Tensor:
 
 
 def record_token_exact(net: MLP, rule: LinearRule, anchor: Anchor, k: Tensor, v: Tensor) -> KeyActivations:
-    """`record_keys` for the token-exact rule: each token's error at the weights before it.
+    """Compute `record_keys` for the token-exact rule, where the error of each token is taken at the weights
+    before it.
 
-    With ~ for the previous token, Z = (a~ X W + r~ X S) - [(X X^T) P~] D. For the squared loss, D = Z - target, so D
-    solves a unit triangular system with the matrix I + (X X^T) P~. For the dot loss, D = -v.
+    With ~ for the previous token, Z = (a~ X W + r~ X S) - [(X X^T) P~] D. For the squared loss, D = Z -
+    target, so D solves a unit triangular system with the matrix I + (X X^T) P~. For the dot loss, D = -v.
     """
     x = append_ones(net, k)
     mix, own = previous_token_factors(anchor.co)
@@ -100,7 +107,9 @@ def record_token_exact(net: MLP, rule: LinearRule, anchor: Anchor, k: Tensor, v:
 def record_token_exact_backward(
     net: MLP, rule: LinearRule, anchor: Anchor, rec: KeyActivations, g: ChunkGrads, g_surprise: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """The backward of `record_token_exact` for the dot loss; for the squared loss, see `prepare_chunks_backward`."""
+    """Compute the backward of `record_token_exact` for the dot loss. Return the gradients of k and v. For the
+    squared loss, see `prepare_chunks_backward`.
+    """
     x, error, g_x = rec.inputs[0], rec.errors[0], g.inputs[0]
     mix, own = previous_token_factors(anchor.co)
     g_k, g_v, g_output = prediction_backward(net, rule, rec, g.errors[0], g_surprise)
@@ -115,7 +124,9 @@ def _token_outputs_backward(
     co: Coefficients, state: Tensor, x: Tensor, mix: Tensor, own: Tensor, error: Tensor, g_output: Tensor, g_x: Tensor,
     g_co: Coefficients,
 ) -> None:  # fmt: skip
-    """The backward of the outputs Z to keys and coefficients, added to `g_x` and `g_co` in place."""
+    """Compute the gradients of keys and coefficients from the gradient of the outputs Z, and add them to
+    `g_x` and `g_co` in place.
+    """
     g_blend = torch.bmm(g_output, error.mT).neg_()
     g_gram = g_blend * mix
     g_mix, g_own = g_blend.mul_(torch.bmm(x, x.mT)), torch.zeros_like(own)
@@ -125,9 +136,11 @@ def _token_outputs_backward(
 
 
 class PreparedChunks(NamedTuple):
-    """What the token-exact rule with the squared loss computes for many chunks before their states are known.
+    """The quantities of the token-exact rule with the squared loss that are computed for many chunks before
+    their states are known.
 
-    D = T (X~ J - target) = U J - known (`record_token_exact`), and the state at the end of a chunk is F J - K^T D.
+    D = T (X~ J - target) = U J - known (`record_token_exact`), and the state at the end of a chunk is F J -
+    K^T D.
     """
 
     x: Tensor  # keys, with ones
@@ -140,7 +153,7 @@ class PreparedChunks(NamedTuple):
 
 
 def prepare_chunks(net: MLP, co: Coefficients, k: Tensor, v: Tensor) -> PreparedChunks:
-    """What does not depend on the states, for many chunks."""
+    """Compute the quantities that do not depend on the states, for many chunks."""
     x = append_ones(net, k)
     mix, own = previous_token_factors(co)
     solver = invert_unit_triangular(torch.bmm(x, x.mT).mul_(mix))
@@ -159,7 +172,9 @@ def prepare_chunks(net: MLP, co: Coefficients, k: Tensor, v: Tensor) -> Prepared
 def token_exact_step(
     state: Tensor, U: Tensor, known: Tensor, K: Tensor, fold: Tensor, end: Tensor | None
 ) -> None:
-    """One chunk, in place: `known` becomes the errors D, and the end state is written to `end`, if given."""
+    """Process one chunk in place: `known` becomes the errors D, and the end state is written to `end` unless
+    that is None. `fold` is F.
+    """
     known.baddbmm_(U, flatten_state(state), beta=-1)
     if end is not None:
         torch.bmm(fold, state.flatten(2), out=end.flatten(2))
@@ -169,7 +184,9 @@ def token_exact_step(
 def token_exact_step_backward(
     g_end: Tensor | None, U: Tensor, K: Tensor, fold: Tensor, g_error: Tensor, g_start: Tensor
 ) -> None:
-    """The backward of `token_exact_step`, added to the gradients of the errors and of the start state."""
+    """Compute the backward of `token_exact_step`, and add it to the gradients of the errors and of the start
+    state in place.
+    """
     if g_end is not None:
         g_error.baddbmm_(K, flatten_state(g_end), alpha=-1)
         g_start.flatten(2).baddbmm_(fold.mT, g_end.flatten(2))
@@ -180,7 +197,9 @@ def prepare_chunks_backward(
     net: MLP, co: Coefficients, ready: PreparedChunks, state: Tensor, error: Tensor,
     g_error: Tensor, g_end: Tensor | None, g_x: Tensor, g_co: Coefficients,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """The gradients of k and v for many chunks, from those of their errors and end states."""
+    """Return the gradients of k and v for many chunks, from the gradients of their errors and end states.
+    Other gradients are added to `g_x` and `g_co` in place.
+    """
     if g_end is not None:
         stack_scaled_backward(
             torch.bmm(error, flatten_state(g_end).mT),
@@ -202,6 +221,9 @@ def prepare_chunks_backward(
 def _previous_token_factors_backward(
     co: Coefficients, g_co: Coefficients, g_mix: Tensor, g_own: Tensor
 ) -> None:
+    """Add the gradients of the coefficients to `g_co`, from the gradients of the results of
+    `previous_token_factors`.
+    """
     if co.anchor_scale is not None and g_co.anchor_scale is not None:
         mix, own = previous_token_factors(co._replace(anchor_scale=None))
         g_co.anchor_scale.add_((g_mix * mix).sum(-1)).add_((g_own * own).sum(-1))

@@ -1,4 +1,6 @@
-"""One token on a GPU: launches of kernels that convolve it, read it into a memory and copy weights, in place."""
+"""Launch the kernels that process one token on a GPU, in place: its short convolutions, the step of a memory,
+and copies of a memory's weights.
+"""
 
 from __future__ import annotations
 
@@ -16,17 +18,20 @@ if TYPE_CHECKING:
     from remanence.ops.decode import InPlaceMemory
 
 BLOCK = 64
-"""Of the hidden axis or a matrix's columns; half of it for heads wider, or chunks longer, than 64."""
+"""Block size along the hidden axis, or along the columns of a one-layer memory. It is halved for heads wider
+than 64, and halved again for chunks longer than 64.
+"""
 
 WARPS = 8
+"""The number of warps of a program that steps a memory."""
 
 
 def convolve(
     xs: Sequence[Tensor], pasts: Sequence[Tensor], weights: Sequence[Tensor], heads: int, active: Tensor
 ) -> list[Tensor]:
-    """The short convolutions of q, k and v (or only the first of them) of one token ``[r inner]``, as ``[r h e]``:
-    convolution, SiLU and unit length in one kernel. The active rows of their pasts ``[r history inner]`` advance in
-    place.
+    """Return the short convolutions of q, k and v (or only the first of them) of one token ``[r inner]``,
+    each as ``[r h e]``. One kernel computes the convolution, SiLU, and, except for v, the scaling to unit
+    length. The past inputs ``[r history inner]`` of active rows are shifted by one token in place.
     """
     rows, history, inner = pasts[0].shape
     taps, width = weights[0].shape[1], inner // heads
@@ -43,7 +48,9 @@ def convolve(
 
 
 def copy_weights(memory: InPlaceMemory, weights: Weights, rows: Tensor) -> None:
-    """Copy the memory's weights at its chunk's start to `weights`, in place, in these rows ``[r]``."""
+    """Copy the weights of the memory at the start of its incomplete chunk to `weights`, in place, for the
+    rows ``[r]`` that are true in `rows`.
+    """
     for layer, weight in zip(memory.layers, weights, strict=True):
         size, block = weight[0, 0].numel(), 1024
         grid, constants = (
@@ -56,7 +63,9 @@ def copy_weights(memory: InPlaceMemory, weights: Weights, rows: Tensor) -> None:
 def step(
     memory: InPlaceMemory, q: Tensor, k: Tensor, v: Tensor, gates: Gates, active: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Read one token into a memory, as `InPlaceMemory.step` does. Answers and surprise of inactive rows are 0."""
+    """Process one token with a memory, as `InPlaceMemory.step` does. Returns the answers and the surprise,
+    both 0 for inactive rows.
+    """
     y = torch.empty_like(v, dtype=q.dtype, memory_format=torch.contiguous_format)
     surprise = torch.empty_like(gates.log_step)
     absent = memory.gates.log_step
@@ -69,12 +78,12 @@ def step(
         memory.position, active.view(torch.uint8), y, surprise, memory.diverged.view(torch.uint8),
         **_constants(memory), options={"num_warps": WARPS, "num_stages": 1},
     )  # fmt: skip
-    memory.position += active  # not in the kernel, whose programs read it
+    memory.position += active  # not in the kernel, because its other programs still read it
     return y, surprise
 
 
 def _constants(memory: InPlaceMemory) -> Constants:
-    """What the kernel is compiled for."""
+    """Return the compile-time arguments of the kernel that steps this memory."""
     net, rule, chunk, width, columns = (
         memory.net,
         memory.rule,

@@ -1,6 +1,8 @@
-"""Which path a call takes on a GPU. Everyone who has kernels and torch to choose from asks here.
+"""Choose between the Triton kernels and plain torch for a call on a GPU. All code that can run either asks
+this module.
 
-Each ``*_reason`` returns why the kernels cannot run a call, in words, or None if they can. `KERNELS` turns kernels off.
+Each ``*_reason`` function returns a sentence that says why the kernels cannot run a call, or None if they
+can. `KERNELS` lists the kernels that are turned on.
 """
 
 from __future__ import annotations
@@ -20,15 +22,22 @@ from remanence.ops.triton.resources import lacking
 log = logging.getLogger("remanence")
 
 KERNELS: tuple[str, ...] = ("layer", "memory", "decode", "search")
-"""The kernels that may run, by what they do; the rest is left to torch. Tests set it to compare the two."""
+"""The groups of kernels that may run, named after what they compute. Groups that are left out run in torch.
+Tests change this to compare the two.
+"""
 
 LAYER_WIDTH, LAYER_TAPS, LAYER_GATES, LAYER_FEATURES, LAYER_CHANNELS = 256, 16, 128, 512, 8192
-"""Limits of the kernels in `layer`: head width, convolution taps, gates, features of a key, channels."""
+"""Upper limits of the kernels in `layer`: head width, convolution taps, gates of all heads together, features
+of one key, and channels.
+"""
 
 LAYER_DTYPES = (torch.float32, torch.bfloat16)
+"""The input dtypes that the kernels in `layer` support."""
 
 STORE_SLOTS = 2**30
-"""The largest store that can be searched: slots are counted in 32 bits, with those that fill the last tiles."""
+"""The largest number of slots in a store that the kernels can search. Slot numbers are 32-bit, and padding to
+whole tiles adds to them.
+"""
 
 OFF = "the kernels are turned off (remanence.ops.triton.dispatch.KERNELS)"
 NO_TRITON = "triton cannot be imported (pip install 'remanence[triton]')"
@@ -39,19 +48,22 @@ _logged: set[str] = set()
 
 
 def log_once(message: str, level: int = logging.INFO) -> None:
+    """Log a message unless this process has logged the same message before."""
     if message not in _logged:
         _logged.add(message)
         log.log(level, "%s", message)
 
 
 def memory_backend(q: Tensor, v: Tensor, net: Net, rule: Rule, chunk: int, train: bool) -> str:
-    """What ``backend="auto"`` is for a call of the memory operator. Logs each choice once."""
+    """Return the backend that ``backend="auto"`` selects for a call of the memory operator: "triton" or
+    "chunked". Each choice is logged once.
+    """
     backend, why = "chunked", ""
     if q.device.type == "cuda":
         reason = memory_kind_reason(net, rule, q.shape[-1], v.shape[-1], chunk, q.dtype, q.device)
         if reason is None:
             reason = memory_chip_reason(q, v, net, rule, chunk, train)
-            if reason is not None:  # a GPU that should have run them: the call is slower without
+            if reason is not None:  # unexpected on this GPU, and slower without the kernels
                 log_once(f"memory operator: backend chunked, without the kernels: {reason}", logging.WARNING)
         backend, why = ("triton", "") if reason is None else ("chunked", f": {reason}")
     if not torch.compiler.is_compiling():
@@ -60,13 +72,15 @@ def memory_backend(q: Tensor, v: Tensor, net: Net, rule: Rule, chunk: int, train
 
 
 def memory_reason(q: Tensor, v: Tensor, net: Net, rule: Rule, chunk: int, train: bool) -> str | None:
-    """Why the kernels cannot run this call of the memory operator."""
+    """Return why the kernels cannot run this call of the memory operator, or None if they can."""
     reason = memory_kind_reason(net, rule, q.shape[-1], v.shape[-1], chunk, q.dtype, q.device)
     return memory_chip_reason(q, v, net, rule, chunk, train) if reason is None else reason
 
 
 def memory_chip_reason(q: Tensor, v: Tensor, net: Net, rule: Rule, chunk: int, train: bool) -> str | None:
-    """Why the GPU cannot hold this call's kernels. Not asked while compiling, nor of the interpreter."""
+    """Return why this GPU lacks the resources for the call's kernels, or None if it has them. Also None,
+    without a check, during torch.compile, under Triton's interpreter, and for memories that have no kernels.
+    """
     device = q.device
     if (
         not isinstance(net, MLP)
@@ -83,7 +97,9 @@ def memory_chip_reason(q: Tensor, v: Tensor, net: Net, rule: Rule, chunk: int, t
 def memory_kind_reason(
     net: Net, rule: Rule, width: int, values: int, chunk: int, dtype: torch.dtype, device: torch.device
 ) -> str | None:
-    """Why there are no kernels for such a memory, with keys and values of these widths, whatever the chip can hold."""
+    """Return why there are no kernels for this kind of memory, with keys of `width` and values of `values`
+    channels, or None if there are. The resources of the GPU are not checked.
+    """
     if "memory" not in KERNELS:
         return OFF
     if not is_linear(rule):
@@ -110,7 +126,9 @@ def memory_kind_reason(
 
 @cache
 def chip_reason(plan: Plan, op: torch.dtype, device: torch.device, train: bool) -> str | None:
-    """Why a GPU cannot hold these kernels. Found by building them, before any is launched."""
+    """Return why a GPU lacks the resources for the kernels of a plan, or None if it has them. The kernels are
+    compiled to find out; none is launched.
+    """
     chip = torch.cuda.get_device_properties(device)
     shared = chip.shared_memory_per_block_optin  # type: ignore[attr-defined]
     return build_reason(plan._replace(heads=1), op, 10 * chip.major + chip.minor, shared, train)
@@ -118,7 +136,9 @@ def chip_reason(plan: Plan, op: torch.dtype, device: torch.device, train: bool) 
 
 @cache
 def build_reason(plan: Plan, op: torch.dtype, arch: int, shared: int, train: bool) -> str | None:
-    """`chip_reason` for a compute capability (90 for 9.0) with `shared` bytes of shared memory; no GPU is needed."""
+    """Like `chip_reason`, for a compute capability (90 for 9.0) with `shared` bytes of shared memory per
+    block. No GPU is needed.
+    """
     written = launch.kernels()
     if written is None:
         return None
@@ -130,8 +150,9 @@ def build_reason(plan: Plan, op: torch.dtype, arch: int, shared: int, train: boo
 def layer_reason(
     x: Tensor, width: int = 1, taps: int = 1, gates: int = 1, features: int = 0, channels: int = 1
 ) -> str | None:
-    """Why x cannot take the kernels of `layer`, with heads of this width, so many taps, gates of all heads together,
-    features of each key, and channels.
+    """Return why the kernels of `layer` cannot run on x, or None if they can. The other arguments are the
+    head width, the convolution taps, the gates of all heads together, the features of each key, and the
+    channels.
     """
     if not x.is_cuda:
         return "the layer's kernels run on CUDA"
@@ -157,7 +178,9 @@ def layer_reason(
 
 
 def decode_reason(like: Tensor, width: int) -> str | None:
-    """Why one token cannot be decoded by kernels, for heads of this width and a state like this tensor."""
+    """Return why the kernels cannot decode one token, for heads of this width and a state with the dtype and
+    device of `like`, or None if they can.
+    """
     if "decode" not in KERNELS:
         return OFF
     if launch.kernels() is None:
@@ -172,7 +195,7 @@ def decode_reason(like: Tensor, width: int) -> str | None:
 
 
 def decode_memory_reason(net: MLP, rule: LinearRule, chunk: int) -> str | None:
-    """Why there is no kernel that reads one token into such a memory."""
+    """Return why there is no kernel that decodes one token with this kind of memory, or None if there is one."""
     two = net.depth == 2 and rule.loss == "squared" and rule.anchor == "chunk" and not rule.decay_first
     if net.bias or not isinstance(rule.loss, str) or not (net.linear or two):
         return (
@@ -183,7 +206,7 @@ def decode_memory_reason(net: MLP, rule: LinearRule, chunk: int) -> str | None:
 
 
 def search_reason(q: Tensor, keys: Tensor) -> str | None:
-    """Why the kernels cannot search these keys for these queries."""
+    """Return why the kernels cannot search these keys for these queries, or None if they can."""
     if "search" not in KERNELS:
         return OFF
     if not q.is_cuda and not launch.interpreted():

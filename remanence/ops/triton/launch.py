@@ -1,4 +1,6 @@
-"""Launching a kernel: where the kernels are, and the tile sizes, types and precision that they are compiled for."""
+"""Launch kernels. Also imports the kernels' module and chooses the tile sizes, types and precision that
+kernels are compiled for.
+"""
 
 from __future__ import annotations
 
@@ -14,18 +16,20 @@ from torch._subclasses.fake_tensor import FakeTensor
 from remanence.ops.triton.resources import Constants, record
 
 WIDEST = 128
-"""Head width, and chunk, of the largest tile."""
+"""The largest head width and the largest chunk that the kernels support."""
 
 PRECISION = "tf32x3"
-"""Of products of float32 operands: three tensor-core products for one of (nearly) float32. "ieee" is exact and slow."""
+"""The `input_precision` of Triton for products of float32 operands. "tf32x3" uses three tensor-core products
+and is nearly as exact as float32; "ieee" is exact and slow.
+"""
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"  # read once, as Triton does when it is imported
-HAS_TRITON = importlib.util.find_spec("triton") is not None  # found, but not imported before it is needed
+HAS_TRITON = importlib.util.find_spec("triton") is not None  # checked without importing Triton
 
 
 @cache
 def kernels() -> ModuleType | None:
-    """The kernels' module, or None where Triton cannot be imported."""
+    """Return the module of the kernels, or None if Triton cannot be imported."""
     try:
         from remanence.ops.triton import kernels as written
     except ImportError:
@@ -36,7 +40,9 @@ def kernels() -> ModuleType | None:
 
 
 def _mend_interpreter() -> None:
-    """Triton 3.6 converts its scalars, arrays of one, to Python integers in a way that NumPy 2.4 refuses."""
+    """Patch Triton's interpreter for NumPy 2.4, which refuses the way in which Triton 3.6 converts its
+    scalars (arrays of one element) to Python integers.
+    """
     from triton.runtime import interpreter
 
     patch = interpreter._patch_lang_tensor
@@ -54,20 +60,25 @@ def interpreted() -> bool:
 
 
 def power(size: int) -> int:
-    """Tiles are powers of two, and a matrix product's at least 16."""
+    """Return the tile size for `size` elements: the next power of two, and at least 16, the minimum for
+    matrix products.
+    """
     return max(16, 1 << (size - 1).bit_length())
 
 
 def side(size: int, op: torch.dtype, chip: int) -> int:
-    """Of a tile, along a memory's width or hidden axis. At least 128 bytes on Hopper: from narrower tiles Triton 3.6
-    builds kernels whose results are wrong there, or which reach outside their memory (heads of 16, 32 and 128 showed it
-    on an H200).
+    """Return the tile size along a memory's width or hidden axis, for operands of dtype `op` and compute
+    capability `chip`.
+
+    On Hopper and later the tile has at least 128 bytes. With narrower tiles Triton 3.6 builds kernels there
+    that give wrong results or access memory out of bounds (seen on an H200 with heads of 16, 32 and 128).
     """
     return max(power(size), 128 // op.itemsize if chip >= 90 else 16)
 
 
 @cache
 def triton_type(dtype: torch.dtype) -> Any:
+    """Return the Triton type of a torch dtype."""
     import triton.language as tl
 
     return {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float64: tl.float64}[dtype]
@@ -75,22 +86,26 @@ def triton_type(dtype: torch.dtype) -> Any:
 
 @cache
 def arch(device: torch.device) -> int:
-    """Compute capability, 90 for 9.0; 0 for what is not a GPU."""
+    """Return the compute capability of a device (90 for 9.0), or 0 if it is not a GPU."""
     major, minor = torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
     return 10 * major + minor
 
 
 @cache
 def processors(device: torch.device) -> int:
+    """Return the number of streaming multiprocessors of a GPU."""
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 def precision() -> str:
+    """Return the precision of float32 products: "ieee" under Triton's interpreter, otherwise `PRECISION`."""
     return "ieee" if interpreted() else PRECISION
 
 
 def coefficients(chunk: int, momentum: bool, forget: bool, acc: torch.dtype, op: torch.dtype) -> Constants:
-    """The constants of the kernels in kernels/coef.py."""
+    """Return the compile-time arguments of the kernels in kernels/coef.py. `acc` is the dtype of sums, `op`
+    that of the operands of products.
+    """
     quick = op == torch.bfloat16
     return {
         "CHUNK": chunk,
@@ -100,16 +115,19 @@ def coefficients(chunk: int, momentum: bool, forget: bool, acc: torch.dtype, op:
         "QUICK": quick,
         "ACC": triton_type(acc),
         "OP": triton_type(op),
-        # Beside bfloat16 operands a product of gates need not be exacter than one tensor-core product of float32 is.
-        # Beside float32 every error here is met again in each chunk: with "tf32x3" gradients were 1.4 times as far off
-        # as torch's, with "ieee" half as far.
+        # With bfloat16 operands, one tensor-core product is exact enough for products of gates. With float32
+        # operands, errors made here recur in every chunk: the error of the gradients was 1.4 times that of
+        # torch with "tf32x3", and half that of torch with "ieee".
         "PRECISION": "tf32" if quick else "ieee",
     }
 
 
 def launch(name: str, grid: tuple[int, ...], *tensors: Any, options: Constants, **constants: Any) -> None:
-    if isinstance(tensors[0], FakeTensor):  # torch.compile wants shapes only, `recording` the kernels' names
+    """Launch a kernel on the device of the first tensor. For fake tensors, only record the launch. `options`
+    are Triton's launch options, such as `num_warps`.
+    """
+    if isinstance(tensors[0], FakeTensor):  # for torch.compile (shapes only) and `recording`
         record(name, tensors, constants)
         return
-    with torch.cuda.device_of(tensors[0]):  # Triton launches on the current device, not on its arguments'
+    with torch.cuda.device_of(tensors[0]):  # Triton launches on the current device
         getattr(kernels(), name)[grid](*tensors, **constants, **options)

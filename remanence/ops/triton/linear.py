@@ -1,7 +1,8 @@
-"""The memory of one layer on a GPU: the kernels behind one differentiable function, as in mlp.py.
+"""The one-layer memory on a GPU: one differentiable function that launches the kernels, as in mlp.py.
 
-Saved for backward are the inputs, P, the state at every chunk's start in the inputs' dtype (``2 d d`` numbers per chunk
-and head with momentum), and for the token-exact rule each chunk's triangular inverse and its products with the keys.
+The tensors saved for backward include the inputs, P, and the state at the start of every chunk in the dtype
+of the inputs (``2 d d`` numbers per chunk and head with momentum). For the token-exact rule they also include
+the triangular inverse of each chunk and its products with the keys.
 """
 
 from __future__ import annotations
@@ -31,47 +32,69 @@ from remanence.ops.triton.mlp import warps_of
 from remanence.ops.triton.resources import Constants, Launch, recording
 
 SEQUENTIAL = ("linear_state", "linear_carry")
-"""The kernels that walk over the chunks; they never read back what they wrote."""
+"""The kernels that iterate over the chunks. They never read back their own results."""
 
 COLUMNS = 64
-"""Of the state, in a round of a parallel kernel, and the most in a sequential program; all with LayerNorm."""
+"""The most columns of the state that a kernel processes at once. With LayerNorm it always processes all
+columns.
+"""
 
 FEWEST = 32
-"""Columns in one program of a sequential kernel."""
+"""The fewest columns of the state in one program of a sequential kernel."""
 
 
 class Plan(NamedTuple):
-    """What one call's kernels are compiled for."""
+    """The values that the kernels of one call are compiled for."""
 
     width: int
+    """Channels of a head's queries and keys."""
     values: int
+    """Channels of a head's values."""
     chunk: int
+    """Tokens of a chunk."""
     heads: int
+    """Number of heads."""
     momentum: bool
+    """Whether the rule has momentum."""
     forget: bool
+    """Whether the rule has a forget gate."""
     norm: bool
+    """Whether the memory ends with a LayerNorm."""
     residual: bool
+    """Whether the memory adds its input to its output."""
     squared: bool
+    """Whether the loss is squared; otherwise it is the dot product."""
     token: bool
+    """Whether the rule is token-exact: gradients are taken at the previous token's weights, not at the
+    chunk's start.
+    """
     scaled: bool
+    """Whether the weights decay before the gradient is taken (`decay_first`)."""
     precision: str
+    """The `input_precision` of Triton for float32 products."""
     chip: int = 0
+    """Compute capability (90 for 9.0), or 0 if there is no GPU or `for_device` was not called yet."""
 
     def for_device(self, programs: int, device: torch.device) -> Plan:
-        """For a device."""
+        """Return the plan with the compute capability of a device. `programs` is not used."""
         return self._replace(chip=arch(device))
 
     @property
     def solves(self) -> bool:
+        """Whether each chunk needs the solution of a triangular system: the rule is token-exact with the
+        squared loss.
+        """
         return self.token and self.squared
 
     def block(self, op: torch.dtype) -> int:
-        """Columns of the state that a parallel kernel takes at once."""
+        """Return the number of columns of the state that a parallel kernel processes at once."""
         whole = side(self.values, op, self.chip)
         return whole if self.norm else min(whole, COLUMNS)
 
     def columns(self, programs: int, op: torch.dtype, device: torch.device) -> int:
-        """Columns of the state in one sequential program: fewer if the programs would leave the GPU idle."""
+        """Return the number of columns of the state in one program of a sequential kernel. Fewer columns make
+        more programs, if a GPU would otherwise be partly idle. `programs` is the number of rows times heads.
+        """
         if self.norm:
             return self.block(op)
         whole = side(self.values, op, self.chip)
@@ -82,9 +105,13 @@ class Plan(NamedTuple):
         return columns
 
     def coefficients(self, acc: torch.dtype, op: torch.dtype) -> Constants:
+        """Return the compile-time arguments of the kernels in kernels/coef.py."""
         return coefficients(self.chunk, self.momentum, self.forget, acc, op)
 
     def tiles(self, kernel: str, acc: torch.dtype, op: torch.dtype, **more: Any) -> Constants:
+        """Return the compile-time arguments of a kernel, with those in `more` added or replaced. `acc` is the
+        dtype of sums, `op` that of the operands of products.
+        """
         constants = {
             "D": self.width,
             "BD": side(self.width, op, self.chip),
@@ -96,8 +123,8 @@ class Plan(NamedTuple):
             "RESIDUAL": self.residual,
             "ACC": triton_type(acc),
             "OP": triton_type(op),
-            # Three products for one left token-exact memories 2 to 3.5 times as far off as torch on an H200, plain ones
-            # 1.1 to 2. Of wider heads' plain products the compiler makes nothing in ten minutes.
+            # On an H200, the error of token-exact memories was 2 to 3.5 times that of torch with "tf32x3",
+            # and 1.1 to 2 times with "ieee". For wider heads, "ieee" did not compile within ten minutes.
             "PRECISION": "ieee"
             if op == torch.float32 and max(self.width, self.values) <= 64
             else self.precision,
@@ -112,6 +139,7 @@ class Plan(NamedTuple):
 
 
 def plan_of(net: MLP, rule: LinearRule, width: int, values: int, heads: int, chunk: int) -> Plan:
+    """Return the plan for a memory; `for_device` completes it."""
     return Plan(
         width, values, chunk, heads, rule.momentum, rule.forget, net.norm, net.residual, rule.loss == "squared",
         rule.anchor == "token", rule.decay_first, precision(),
@@ -119,7 +147,9 @@ def plan_of(net: MLP, rule: LinearRule, width: int, values: int, heads: int, chu
 
 
 def options(name: str, constants: Constants, hopper: bool) -> dict[str, int]:
-    """Warps of a program, and how many chunks are in flight in it: as many as registers hold without spilling."""
+    """Return the number of warps of a kernel, and the number of chunks that it loads ahead: as many as
+    registers hold without spilling.
+    """
     if name.startswith("coef"):
         return {"num_warps": warps_of(name, constants["BC"]), "num_stages": 1}
     norm, wide = constants.get("NORM", False), triton_type(torch.bfloat16) != constants["OP"]
@@ -130,7 +160,7 @@ def options(name: str, constants: Constants, hopper: bool) -> dict[str, int]:
             "num_stages": 2 if hopper and not norm and not constants.get("HELD") else 1,
         }
     if name == "linear_solve" and not wide and constants["BC"] <= 64:
-        # For heads of 128, too: two programs then share a processor, and each waits a lot.
+        # Also for heads of 128: two programs then share a processor, which helps because each often waits.
         return {"num_warps": 4, "num_stages": 1}
     return {
         "num_warps": 8 if norm or wide or max(constants["BC"], constants["BD"], constants["BV"]) > 64 else 4,
@@ -139,11 +169,14 @@ def options(name: str, constants: Constants, hopper: bool) -> dict[str, int]:
 
 
 def _launch(name: str, grid: tuple[int, ...], *tensors: Any, **constants: Any) -> None:
+    """Launch a kernel with its number of warps and stages."""
     launch(name, grid, *tensors, options=options(name, constants, arch(tensors[0].device) >= 90), **constants)
 
 
 def launches(plan: Plan, op: torch.dtype, arch: int, train: bool = True) -> list[Launch]:
-    """The kernels of one call, and of its backward if it trains, as they are launched on a chip; nothing runs."""
+    """Return the kernels that a call launches on a compute capability, and those of its backward if `train`.
+    The launches are recorded with fake tensors; nothing runs.
+    """
     plan = plan._replace(chip=arch)
     with FakeTensorMode(), torch.device("cpu"), recording() as recorded:
         q, k, v = (
@@ -165,14 +198,18 @@ def launches(plan: Plan, op: torch.dtype, arch: int, train: bool = True) -> list
 def _forward(
     plan: Plan, q: Tensor, k: Tensor, v: Tensor, gates: Gates, J: Tensor, totals: Tensor, train: bool
 ) -> tuple[Tensor, ...]:
-    """q, k ``[r L heads d]``, v ``[r L heads e]``, gates ``[r L heads]``, J ``[m p d e]``, totals ``[r]``; what
-    backward needs comes last.
+    """Compute the memory for q, k ``[r L heads d]``, v ``[r L heads e]``, gates ``[r L heads]``, initial
+    layer J ``[m p d e]`` (m is rows times heads, p is 2 with momentum, otherwise 1) and the tokens of each
+    row ``[r]``.
+
+    Returns the answers, the surprise, the final layer, a flag for each chunk whose answers are not finite,
+    and the tensors that backward needs.
     """
     rows, L, heads = q.shape[:3]
     n, m = -(-L // plan.chunk), rows * heads
     acc, op, C = J.dtype, q.dtype, power(plan.chunk)
     if train:
-        clamp_counter(q)  # made now: backward may run where nothing can be allocated
+        clamp_counter(q)  # created now, because backward may run where it cannot be allocated
     empty = lambda *shape, dtype=op: torch.empty(shape, dtype=dtype, device=q.device)
     like = lambda x, wanted: torch.empty_like(x) if wanted else empty(0)
     log_gates = [gate if gate is not None else gates.log_step for gate in gates]
@@ -209,6 +246,9 @@ def _forward(
 def _backward(
     plan: Plan, saved: tuple[Tensor, ...], gates: Gates, g_y: Tensor, g_surprise: Tensor, g_end: Tensor
 ) -> tuple[Tensor, ...]:
+    """Return the gradients of q, k, v, the three gates and the initial layer, from those of the answers, the
+    surprise and the final layer.
+    """
     q, k, v, totals, P, co, fold, starts, errors, inverse, U, R, values, rstds, answers, spreads = saved
     rows, L, heads = q.shape[:3]
     n, m = -(-L // plan.chunk), rows * heads
@@ -263,3 +303,4 @@ def _backward(
 
 
 linear_forward = memory_operator("linear", Plan, _forward, _backward, ("J",), saved=12)
+"""The operator ``linear_forward``; see `memory_operator`."""

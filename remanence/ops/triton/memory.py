@@ -1,4 +1,6 @@
-"""The kernels as a backend of the operator: a call from its layout to the new state."""
+"""The kernels as a backend of the memory operator: arrange the inputs in chunks, run the kernels, and build
+the new state.
+"""
 
 from __future__ import annotations
 
@@ -14,12 +16,16 @@ from remanence.runtime.positions import advance_position
 from remanence.runtime.state import needs_grad
 
 PIECE = 256
-"""Chunks that are computed at once in a call without gradients."""
+"""The number of chunks computed at once in a call without gradients."""
 
 Plan = mlp.Plan | linear.Plan
+"""The plan of a two-layer or of a one-layer memory."""
 
 
 def plan_of(net: MLP, rule: LinearRule, width: int, values: int, heads: int, chunk: int) -> Plan:
+    """Return the plan for a memory of one or two layers. `width` and `values` are the widths of keys and
+    values.
+    """
     if net.depth == 1:
         return linear.plan_of(net, rule, width, values, heads, chunk)
     return mlp.plan_of(net, rule, width, heads, chunk)
@@ -37,8 +43,10 @@ def memorize(
     offsets: list[int] | None,
     aligned: bool = False,
 ) -> tuple[Tensor, MemoryState, Tensor]:
-    """The arguments are those of `remanence.ops.memorize`, already checked, also by `dispatch.memory_reason`. q, k and
-    v have the caller's dtype.
+    """Run the memory operator with the kernels. Returns the answers, the new state and the surprise.
+
+    The arguments are those of `remanence.ops.memorize`. They must already be checked, also by
+    `dispatch.memory_reason`. q, k and v have the dtype that the caller passed.
     """
     exact = state.k.dtype
     op = q.dtype if q.dtype == torch.bfloat16 else exact
@@ -51,7 +59,8 @@ def memorize(
     start = [layer.flatten(0, 1).contiguous() for layer in state.layers]
     train = needs_grad([*inputs, *start])
     plan = plan_of(net, rule, width, v.shape[-1], heads, chunk)
-    # Without gradients a long call goes piece by piece: the states at all chunks' starts would fill a GPU.
+    # Without gradients a long call is computed in pieces, because the states at the starts of all chunks
+    # could fill the GPU's memory.
     piece = layout.length if train else min(layout.length, PIECE * chunk)
     y, surprise, bad, ends = _pieces(plan, inputs, start, layout.totals, piece, layout.length, train)
     layers = (
@@ -59,7 +68,7 @@ def memorize(
         if layout.completes_chunk
         else state.layers
     )
-    # NaN is the largest of all.
+    # The infinity norm is NaN if any entry is.
     largest = lambda x: torch.linalg.vector_norm(x.detach().flatten(1), torch.inf, 1)
     sizes = [
         largest(surprise) / DIVERGENCE_LIMIT,
@@ -81,7 +90,9 @@ def _pieces(
     length: int,
     train: bool,
 ) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
-    """Answers, surprise, flags of chunks that are not finite, and the last layers, `piece` tokens at a time."""
+    """Run the kernels on `piece` tokens at a time. Returns the answers, the surprise, the flags of chunks
+    whose answers are not finite, and the final layers.
+    """
     run = linear.linear_forward if isinstance(plan, linear.Plan) else mlp.memory_forward
     results, count = [], 3 + len(ends)
     for first in range(0, length, piece):

@@ -1,8 +1,8 @@
-"""The two-layer memory on a GPU: the kernels behind one differentiable function.
+"""The two-layer memory on a GPU: one differentiable function that launches the kernels.
 
-Saved for backward are the inputs, P, and the state at every chunk's start in the inputs' dtype (``4 d h`` numbers per
-chunk and head with momentum). The recurrence runs once forwards and once backwards; it is never repeated and never
-inverted.
+The tensors saved for backward include the inputs, P, and the state at the start of every chunk in the dtype
+of the inputs (``4 d h`` numbers per chunk and head with momentum). The recurrence over the chunks runs once
+forwards and once backwards; backward neither repeats nor inverts it.
 """
 
 from __future__ import annotations
@@ -43,16 +43,22 @@ WARPS = {
     "keys_backward": 4,
     "coef_backward": 4,
 }
-"""Of each program, by kernel."""
+"""The number of warps of a program, by kernel. Tiles of more than 64 tokens use at least 8."""
 
 STAGES = {"state_kernel": 2, "carry_kernel": 2}
-"""Chunks in flight in the kernels that never read back what they wrote; 1 in all others and before Hopper."""
+"""The number of chunks that are loaded ahead, for the kernels that never read back their own results. It is 1
+in all other kernels, and on GPUs before Hopper.
+"""
 
 REGISTERS = 64
-"""Widest hidden layer whose state stays in registers; beyond it the state goes through L2 in blocks."""
+"""The largest hidden width of which one program keeps the state in registers. A wider state is kept in global
+memory (in practice, L2) and processed in blocks.
+"""
 
 SHARE = 64
-"""The hidden block of each program where several share a memory, because few rows and heads would leave a GPU idle."""
+"""The width of one program's block of the hidden axis, where several programs share a memory. They do so if
+there are too few rows and heads to occupy the GPU otherwise.
+"""
 
 BLOCKS = {
     "state_stream": 64,
@@ -62,32 +68,50 @@ BLOCKS = {
     "blend_backward": 64,
     "keys_backward": 64,
 }
-"""Blocks of the streamed state and tiles of parallel kernels, on the hidden axis; half for heads wider than 64."""
+"""Block size along the hidden axis in the kernels that process it in blocks. It is halved for heads wider
+than 64, and reduced for float32.
+"""
 
 APART = dict.fromkeys(
     ("state_kernel", "state_stream", "read_kernel", "read_backward", "carry_kernel", "carry_stream"), True
 )
-"""Whether these hold their products apart (`dot_apart`) on chunks of 64 and more: fewer registers, no prefetch."""
+"""Whether a kernel computes its products in separate loops (`dot_apart`) for chunks longer than 32. This
+saves registers but prevents prefetching.
+"""
 
 
 class Plan(NamedTuple):
-    """What one call's kernels are compiled for."""
+    """The values that the kernels of one call are compiled for."""
 
     width: int
+    """Channels of a head."""
     hidden: int
+    """Width of the hidden layer."""
     chunk: int
+    """Tokens of a chunk."""
     heads: int
+    """Number of heads."""
     momentum: bool
+    """Whether the rule has momentum."""
     forget: bool
+    """Whether the rule has a forget gate."""
     norm: bool
+    """Whether the memory ends with a LayerNorm."""
     residual: bool
+    """Whether the memory adds its input to its output."""
     gelu: bool
+    """Whether the activation is GELU; otherwise SiLU."""
     precision: str
+    """The `input_precision` of Triton for float32 products."""
     chip: int = 0
+    """Compute capability (90 for 9.0), or 0 if there is no GPU or `for_device` was not called yet."""
     shares: int = 1
+    """The number of programs that share one memory, each with a block of its hidden axis."""
 
     def for_device(self, programs: int, device: torch.device) -> Plan:
-        """For a device, with the hidden axis split between programs if there is a processor for each of them."""
+        """Return the plan for a device. The hidden axis is split between programs if the GPU has a processor
+        for each of them. `programs` is the number of rows times heads.
+        """
         here = self._replace(chip=arch(device))
         shares = power(self.hidden) // SHARE
         if (
@@ -102,23 +126,33 @@ class Plan(NamedTuple):
 
     @property
     def tile(self) -> int:
+        """The number of rows of a tile that holds a chunk."""
         return power(self.chunk)
 
     @property
     def streams(self) -> bool:
+        """Whether the state is processed in blocks through global memory, because it does not fit into
+        registers.
+        """
         return power(self.hidden) // self.shares > REGISTERS or self.width > 64
 
     def block(self, kernel: str, op: torch.dtype) -> int:
+        """Return the tile size of a kernel along the hidden axis, for operands of dtype `op`."""
         if kernel not in BLOCKS:
             return side(power(self.hidden) // self.shares, op, self.chip)
-        # Wide heads and four-byte operands fill shared memory twice as fast, and twice again on long chunks.
+        # Wide heads and 4-byte operands each double the use of shared memory; with 4-byte operands, long
+        # chunks double it again.
         shrink = (self.width > 64) + (op != torch.bfloat16) * (1 + (self.tile > 64))
         return side(min(power(self.hidden), max(16, BLOCKS[kernel] >> shrink)), op, self.chip)
 
     def coefficients(self, acc: torch.dtype, op: torch.dtype) -> Constants:
+        """Return the compile-time arguments of the kernels in kernels/coef.py."""
         return coefficients(self.chunk, self.momentum, self.forget, acc, op)
 
     def tiles(self, kernel: str, acc: torch.dtype, op: torch.dtype, train: bool = True) -> Constants:
+        """Return the compile-time arguments of a kernel. `acc` is the dtype of sums, `op` that of the
+        operands of products.
+        """
         constants = {
             "D": self.width,
             "BD": side(self.width, op, self.chip),
@@ -129,7 +163,7 @@ class Plan(NamedTuple):
             "MOMENTUM": self.momentum,
             "ACC": triton_type(acc),
             "OP": triton_type(op),
-            # Three products for one keep every operand twice in shared memory, which this kernel has no room for.
+            # "tf32x3" keeps every operand twice in shared memory, for which this kernel has no room.
             "PRECISION": "ieee" if kernel == "carry_stream" and self.tile > 32 else self.precision,
         }
         if kernel not in ("blend_backward", "keys_backward"):
@@ -153,6 +187,7 @@ class Plan(NamedTuple):
 
 
 def plan_of(net: MLP, rule: LinearRule, width: int, heads: int, chunk: int) -> Plan:
+    """Return the plan for a memory; `for_device` completes it."""
     return Plan(
         width, net.widths(width)[1], chunk, heads, rule.momentum, rule.forget, net.norm, net.residual,
         net.activation == "gelu", precision(),
@@ -160,25 +195,30 @@ def plan_of(net: MLP, rule: LinearRule, width: int, heads: int, chunk: int) -> P
 
 
 def stages_of(name: str, arch: int) -> int:
+    """Return the number of pipeline stages of a kernel on a compute capability."""
     return STAGES.get(name, 1) if arch >= 90 else 1
 
 
 def warps_of(name: str, tile: int) -> int:
+    """Return the number of warps of a kernel whose tiles hold `tile` tokens."""
     return max(WARPS[name], 8) if tile > 64 else WARPS[name]
 
 
 def _launch(name: str, grid: tuple[int, ...], *tensors: Any, **constants: Any) -> None:
+    """Launch a kernel with its number of warps and stages."""
     options: Constants = {
         "num_warps": warps_of(name, constants["BC"]),
         "num_stages": stages_of(name, arch(tensors[0].device)),
     }
-    if constants.get("SHARES", 1) > 1:  # programs that wait for one another must all be resident
+    if constants.get("SHARES", 1) > 1:  # these programs wait for each other: all must be resident
         options["launch_cooperative_grid"] = True
     launch(name, grid, *tensors, options=options, **constants)
 
 
 def launches(plan: Plan, op: torch.dtype, arch: int, train: bool = True) -> list[Launch]:
-    """The kernels of one call, and of its backward if it trains, as they are launched on a chip; nothing runs."""
+    """Return the kernels that a call launches on a compute capability, and those of its backward if `train`.
+    The launches are recorded with fake tensors; nothing runs.
+    """
     plan = plan._replace(chip=arch)
     with FakeTensorMode(), torch.device("cpu"), recording() as recorded:
         q, k, v = (torch.empty(1, plan.chunk, 1, plan.width, dtype=op) for _ in range(3))
@@ -202,15 +242,19 @@ def launches(plan: Plan, op: torch.dtype, arch: int, train: bool = True) -> list
 
 
 def _named(recorded: list[Record], arch: int) -> list[Launch]:
+    """Add the number of warps and stages to recorded launches."""
     return [Launch(*each, warps_of(each[0], each[2]["BC"]), stages_of(each[0], arch)) for each in recorded]
 
 
 def _empty(like: Tensor, *shape: int, dtype: torch.dtype) -> Tensor:
+    """Return an uninitialised tensor on the device of `like`."""
     return torch.empty(shape, dtype=dtype, device=like.device)
 
 
 def _kept_norm(plan: Plan, like: Tensor, acc: torch.dtype, train: bool) -> tuple[Tensor, Tensor]:
-    """Room for LayerNorm's value and 1 / deviation at each token, if backward needs them."""
+    """Allocate the output and the 1 / standard deviation of the LayerNorm at each token. Both are empty if
+    backward does not need them.
+    """
     if train and plan.norm:
         return torch.empty_like(like), _empty(like, *like.shape[:3], dtype=acc)
     return _empty(like, 0, dtype=like.dtype), _empty(like, 0, dtype=acc)
@@ -219,7 +263,10 @@ def _kept_norm(plan: Plan, like: Tensor, acc: torch.dtype, train: bool) -> tuple
 def _sequential(
     name: str, plan: Plan, m: int, acc: torch.dtype, like: Tensor
 ) -> tuple[str, tuple[int, ...], tuple[Tensor, ...]]:
-    """The kernel that scans the chunks, its grid, and the buffers through which its programs exchange sums."""
+    """Return the name and the grid of the kernel that iterates over the chunks, and the buffers (none if the
+    state is streamed) in which the programs that share a memory exchange sums. `m` is the number of rows
+    times heads.
+    """
     if plan.streams:
         return f"{name}_stream", (m,), ()
     boxes = (
@@ -240,14 +287,17 @@ def _forward(
     totals: Tensor,
     train: bool,
 ) -> tuple[Tensor, ...]:
-    """q, k, v ``[r L heads d]``, gates ``[r L heads]``, J ``[m p ..]``, totals ``[r]``; what backward needs
-    comes last.
+    """Compute the memory for q, k, v ``[r L heads d]``, gates ``[r L heads]``, initial layers J1, J2 ``[m p
+    ..]`` (m is rows times heads, p is 2 with momentum, otherwise 1) and the tokens of each row ``[r]``.
+
+    Returns the answers, the surprise, the final layers, a flag for each chunk whose answers are not finite,
+    and the tensors that backward needs.
     """
     rows, L, heads = q.shape[:3]
     n, m = -(-L // plan.chunk), rows * heads
     acc, op, C = J1.dtype, q.dtype, plan.tile
     if train:
-        clamp_counter(q)  # made now: backward may run where nothing can be allocated
+        clamp_counter(q)  # created now, because backward may run where it cannot be allocated
     P, co = _empty(q, m, n, C, C, dtype=op), _empty(q, m, n, 4, C, dtype=acc)
     fold = _empty(q, m, n, 4, dtype=acc)
     log_gates = [gate if gate is not None else gates.log_step for gate in gates]
@@ -287,6 +337,9 @@ def _backward(
     g_end1: Tensor,
     g_end2: Tensor,
 ) -> tuple[Tensor, ...]:
+    """Return the gradients of q, k, v, the three gates and the two initial layers, from those of the answers,
+    the surprise and the final layers.
+    """
     (
         q,
         k,
@@ -327,8 +380,8 @@ def _backward(
     )  # fmt: skip
     received_end = g_end1.abs().flatten(1).sum(1) + g_end2.abs().flatten(1).sum(1)
     g_first1, g_first2 = torch.empty_like(g_end1), torch.empty_like(g_end2)
-    # In registers, chunks are fetched ahead, so results must not overwrite inputs. Streamed, saving memory matters
-    # more.
+    # If the state is in registers, chunks are loaded ahead, so results must not overwrite inputs. If it is
+    # streamed, results overwrite inputs to save memory.
     carry, grid, meeting = _sequential("carry", plan, m, acc, q)
     ends = (
         torch.empty_like(g_D1),
@@ -366,3 +419,4 @@ def _backward(
 
 
 memory_forward = memory_operator("memory", Plan, _forward, _backward, ("J1", "J2"), saved=16)
+"""The operator ``memory_forward``; see `memory_operator`."""

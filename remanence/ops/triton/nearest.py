@@ -1,9 +1,10 @@
-"""Exact nearest keys on a GPU, for any k and any number of keys. Kernels score, torch selects, nothing waits for the
-device.
+"""Exact search for the nearest keys on a GPU, for any k and any number of keys. The kernels compute scores
+and torch selects the best; nothing waits for the GPU.
 
-First the best score of every group of keys, then the k best groups (of equal ones the lower), then every score in
-those. That is enough: any entry of another group is below the best entries of these k. The scores of all keys are never
-written.
+The search first computes the best score of every group of keys, then selects the k best groups (of equal
+ones, those with the lower index), and then computes every score in these groups. This is exact: a key in any
+other group scores no higher than the best keys of the k selected groups. The scores of all keys are never
+written to memory.
 """
 
 from __future__ import annotations
@@ -20,66 +21,81 @@ from remanence.ops.triton import launch
 from remanence.ops.triton.resources import Constants, Launch, recording
 
 HELD = 2**26
-"""Scores held at once, of groups or in chosen groups: 512 MiB. More queries are searched in several blocks."""
+"""The most scores that are kept at once, of groups or of keys in selected groups (512 MiB). If there are more
+queries, they are searched in several blocks.
+"""
 
 QUERIES, KEYS = (2**15, 256), (2**13, 64)
-"""The most bytes and vectors of a tile. Keys are loaded again for every tile of queries, so those tiles are larger."""
+"""The most bytes and the most vectors in a tile of queries and in a tile of keys. Tiles of queries are
+larger, because the keys are loaded again for each of them.
+"""
 
 TURNS = 16
-"""The most tiles of keys per program; fewer if there would be too few programs for the GPU."""
+"""The most tiles of keys that one program processes. It is fewer if there would be too few programs to occupy
+the GPU.
+"""
 
 CANDIDATES = 2**13
-"""Numbers of the keys that a program scores again."""
+"""The most elements (keys times channels) that one program of the second pass loads."""
 
 GROUPS = (16, 64)
-"""Keys of a group, least and most."""
+"""The fewest and the most keys in a group."""
 
 STAGES = {"peaks_kernel": 3, "rescore_kernel": 1}
+"""The number of pipeline stages of each kernel."""
 
 
 def pack(score: Tensor, index: Tensor) -> Tensor:
-    """A float32 score and an index below 2^32 as one integer, ordered by the score, then by the lower index."""
-    bits = (score + 0.0).view(torch.int32)  # + 0.0: minus zero is zero
-    bits = bits ^ ((bits >> 31) & 0x7FFFFFFF)  # a float's bits, the sign undone, are in the float's order
+    """Pack a float32 score and an index below 2^32 into one int64. The integers are ordered by score; of
+    equal scores, the one with the lower index is larger.
+    """
+    bits = (score + 0.0).view(torch.int32)  # + 0.0 turns minus zero into zero
+    bits = bits ^ ((bits >> 31) & 0x7FFFFFFF)  # now the integers are ordered like the floats
     return (bits.long() << 32) | (0xFFFFFFFF - index)
 
 
 def unpack(packed: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the scores and indices of packed integers; the inverse of `pack`."""
     bits = (packed >> 32).int()
     return (bits ^ ((bits >> 31) & 0x7FFFFFFF)).view(torch.float32), 0xFFFFFFFF - (packed & 0xFFFFFFFF)
 
 
 class Plan(NamedTuple):
-    """How a search is split up."""
+    """How a search is split into tiles, groups and blocks."""
 
     block: int
-    """Queries of a row that are searched for at once."""
+    """Queries per row and head that are searched at once."""
     queries: int
-    """Of a tile."""
+    """Queries in a tile."""
     keys: int
-    """Of a tile."""
+    """Keys in a tile."""
     turns: int
+    """Tiles of keys per program."""
     group: int
+    """Keys in a group."""
     bundle: int
-    """Groups of which only the best is looked at, at first, when groups are chosen."""
+    """Groups in a bundle. If above 1, the best bundles are selected first, and groups only among these."""
     groups: int
-    """With those past the end that fill the last program's tiles and the last bundle."""
+    """The number of groups, including empty ones that pad the last program's tiles and the last bundle."""
     chosen: int
-    """Groups whose keys are all scored."""
+    """The number of selected groups, in which every key is scored."""
 
 
 def plan_of(shape: torch.Size, size: int, k: int, width: int, op: torch.dtype, processors: int) -> Plan:
-    """For queries ``[r t h e]`` and stores of `size`, in tiles so wide."""
+    """Return the plan for queries ``[r t h e]`` and stores of `size` keys. `width` is the padded head width
+    of the tiles.
+    """
     rows, tokens, heads, _ = shape
     queries, keys = (
         min(max(room // (width * op.itemsize), 32), vectors) for room, vectors in (QUERIES, KEYS)
     )
-    # A group's best is written once and read once, 16 bytes; a chosen group's keys are each read and their scores
-    # sorted, about eight times as much: at this size of groups, both come to the same.
+    # The best score of each group is written and read once (16 bytes). Each key of a selected group is read
+    # and its score sorted, which costs about eight times as much. At this group size, both passes cost the
+    # same.
     group = min(max(_root(size / (8 * k)), GROUPS[0]), GROUPS[1], keys)
     groups = -(-size // group)
     bundle = _root(groups / k)
-    bundle = bundle if bundle >= 8 else 1  # few are quickly sorted
+    bundle = bundle if bundle >= 8 else 1  # few groups are sorted quickly, without bundles
     held = max(1, HELD // (rows * heads * max(groups, min(k, groups) * group)))
     block = min(tokens, held if held < queries else held - held % queries)
     queries = 16 if block <= 16 else min(max(launch.power(block), 64), queries)
@@ -92,13 +108,16 @@ def plan_of(shape: torch.Size, size: int, k: int, width: int, op: torch.dtype, p
 
 
 def _root(ratio: float) -> int:
-    """The square root, as a power of two."""
+    """Return the square root of `ratio`, rounded to a power of two."""
     return int(2 ** round(math.log2(max(ratio, 1)) / 2))
 
 
 def _search(
     q: Tensor, keys: Tensor, position: Tensor, limit: Tensor, k: int, chip: int, processors: int
 ) -> tuple[Tensor, Tensor]:
+    """Search block by block. Returns scores and slots ``[r t h k]``; see `nearest`. `chip` is the compute
+    capability and `processors` the number of processors of the GPU.
+    """
     if q.numel() == 0:
         return _shapes(q, keys, position, limit, k)
     op = torch.bfloat16 if q.dtype == keys.dtype == torch.bfloat16 else torch.float32
@@ -119,7 +138,7 @@ def _search(
 def _search_block(
     plan: Plan, q: Tensor, keys: Tensor, position: Tensor, limit: Tensor, k: int, width: int, op: torch.dtype
 ) -> Tensor:
-    """The k best ``[r t h k]``, packed, the best first."""
+    """Return the k best keys ``[r t h k]`` of a block of queries as packed integers, the best first."""
     rows, tokens, heads, _ = q.shape
     size, count = keys.shape[1], plan.chosen
     apart = (
@@ -158,24 +177,30 @@ def _search_block(
 
 
 def _regular(x: Tensor) -> Tensor:
-    """As the kernels can read it: rows a multiple of tokens or slots apart, and the last axis contiguous."""
+    """Return x, or a contiguous copy if the kernels cannot read its layout. They require that the stride of
+    rows is a multiple of that of tokens or slots, and that the last axis is contiguous.
+    """
     row, entry, _, number = x.stride()
     return x if number == 1 and entry > 0 and (len(x) == 1 or row % entry == 0) else x.contiguous()
 
 
 def _launch(name: str, grid: tuple[int, ...], *tensors: Any, **constants: Any) -> None:
+    """Launch a kernel with its number of warps and stages."""
     options = {"num_warps": warps_of(name, constants), "num_stages": STAGES[name]}
     launch.launch(name, grid, *tensors, options=options, **constants)
 
 
 def warps_of(name: str, constants: Constants) -> int:
+    """Return the number of warps of a kernel."""
     return 8 if name == "peaks_kernel" and constants["BQ"] > 64 else 4
 
 
 def launches(
     heads: int, width: int, tokens: int, size: int, k: int, op: torch.dtype, arch: int
 ) -> list[Launch]:
-    """The kernels of one search as they are launched on a chip; nothing runs."""
+    """Return the kernels that one search launches on a compute capability. The launches are recorded with
+    fake tensors; nothing runs.
+    """
     with FakeTensorMode(), torch.device("cpu"), recording() as recorded:
         q, keys = torch.empty(1, tokens, heads, width, dtype=op), torch.empty(1, size, heads, width, dtype=op)
         position, limit = (torch.empty(1, n, dtype=torch.int64) for n in (size, tokens))
@@ -184,11 +209,13 @@ def launches(
 
 
 def _nearest(q: Tensor, keys: Tensor, position: Tensor, limit: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    """The implementation of `nearest`."""
     processors = launch.processors(q.device) if q.is_cuda else 1
     return _search(q, keys, position, limit, k, launch.arch(q.device), processors)
 
 
 def _shapes(q: Tensor, keys: Tensor, position: Tensor, limit: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    """Return uninitialised results with the shapes of those of `nearest`."""
     score = torch.empty(*q.shape[:3], k, dtype=torch.float32, device=q.device)
     return score, torch.empty_like(score, dtype=torch.int64)
 
@@ -199,11 +226,13 @@ nearest = register_operator(
     "(Tensor q, Tensor keys, Tensor position, Tensor limit, int k) -> (Tensor, Tensor)",
     fake=_shapes,
 )
-"""Scores and slots ``[r t h k]`` of the keys ``[r size h e]`` whose products with q ``[r t h e]`` are highest, among
-those whose position ``[r size]`` is from 0 to the query's limit ``[r t]``: the best first, of equal ones the lower
-slot; -inf and -1 where there are fewer than k.
+"""For each query q ``[r t h e]``, return the scores and slots ``[r t h k]`` of the keys ``[r size h e]`` with
+the highest dot products. Only keys whose position ``[r size]`` is between 0 and the query's limit ``[r t]``
+are found. The best comes first; of equal scores, the lower slot. If there are fewer than k, the score is -inf
+and the slot -1.
 
-Scores are float32 sums. Groups are chosen by tensor cores' sums: of bfloat16 as it is, whose products are exact, of
-float32 by three products for one, off by some 4e-7 of the vectors' lengths, as plain float32 is. Of two entries that
-close, either may be the last one found. Equal keys have equal scores in both.
+The returned scores are float32 sums. Groups are selected by scores from tensor cores. These are exact
+products for bfloat16; for float32 they use "tf32x3", with an error of about 4e-7 of the product of the
+vectors' lengths, like plain float32. If two keys are that close, either one may be the last one found. Equal
+keys get equal scores in both passes.
 """

@@ -1,4 +1,6 @@
-"""What the kernels need of a GPU (shared memory, registers, spills), found by building them, without a GPU."""
+"""Measure the GPU resources that the kernels need (shared memory, registers, spills) by compiling them. No
+GPU is needed.
+"""
 
 from __future__ import annotations
 
@@ -20,18 +22,22 @@ import torch
 from torch import Tensor
 
 SHARED = {80: 163, 86: 99, 87: 163, 89: 99, 90: 227, 100: 227, 103: 227, 120: 99, 121: 99}
-"""KiB of shared memory that one block may have, by compute capability (CUDA programming guide)."""
+"""Maximum shared memory of one block in KiB, by compute capability (from the CUDA programming guide)."""
 
 TYPES = {torch.bfloat16: "*bf16", torch.float32: "*fp32", torch.float64: "*fp64"}
+"""The name that Triton gives to a pointer to each dtype."""
+
 TYPES |= {torch.uint8: "*u8", torch.int32: "*i32", torch.int64: "*i64"}
 
 
 Constants = dict[str, Any]
-"""What a kernel is compiled for, by parameter: sizes, flags, Triton types."""
+"""The compile-time arguments of a kernel by parameter name: sizes, flags and Triton types."""
 
 
 class Launch(NamedTuple):
-    """One kernel as it would be launched: its arguments' types as Triton names them, and what it is compiled for."""
+    """A description of one kernel launch: the kernel's name, its arguments' types as Triton names them, its
+    compile-time arguments, the number of warps, and the number of pipeline stages.
+    """
 
     name: str
     types: tuple[str, ...]
@@ -41,7 +47,9 @@ class Launch(NamedTuple):
 
 
 class Need(NamedTuple):
-    """The result of building a kernel: bytes of shared memory, the assembly for `assembled`, and how long it took."""
+    """The result of compiling a kernel: shared memory in bytes, PTX assembly (the input of `assembled`), and
+    compile time in seconds.
+    """
 
     shared: int
     ptx: str
@@ -49,12 +57,16 @@ class Need(NamedTuple):
 
 
 Record = tuple[str, tuple[str, ...], Constants]
+"""A recorded launch: the kernel's name, its arguments' types, and its compile-time arguments."""
+
 _records: ContextVar[list[Record] | None] = ContextVar("records", default=None)
 
 
 @contextmanager
 def recording() -> Iterator[list[Record]]:
-    """A list of the name, the arguments' types and the constants of every launch of fake tensors inside."""
+    """Context manager that yields a list. Each launch on fake tensors inside the context is appended to it as
+    a `Record`.
+    """
     records: list[Record] = []
     token = _records.set(records)
     try:
@@ -64,6 +76,7 @@ def recording() -> Iterator[list[Record]]:
 
 
 def record(name: str, arguments: tuple[Any, ...], constants: Constants) -> None:
+    """Append a launch to the list of the enclosing `recording` context. Does nothing outside of one."""
     records = _records.get()
     if records is not None:
         records.append(
@@ -72,7 +85,9 @@ def record(name: str, arguments: tuple[Any, ...], constants: Constants) -> None:
 
 
 def build(kernels: ModuleType, launch: Launch, arch: int) -> Need:
-    """Compile for a compute capability (90 for 9.0) as a launch there would, which then finds it in Triton's cache."""
+    """Compile a kernel for a compute capability (90 for 9.0). A later launch on such a GPU finds the result
+    in Triton's cache.
+    """
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
@@ -81,8 +96,8 @@ def build(kernels: ModuleType, launch: Launch, arch: int) -> Need:
     names = list(inspect.signature(kernel.fn).parameters)
     given = dict(zip(names, launch.types, strict=False))
     signature = {name: given.get(name, "constexpr") for name in names}
-    # Allocations are aligned, and a launch passes that on. Strings have no attributes, but are listed in the cache's
-    # key.
+    # Tensors are allocated with 16-byte alignment, and a real launch tells Triton so. Strings have no
+    # attributes, but must be listed because they are part of the key of Triton's cache.
     attributes = {
         (i,): [["tt.divisibility", 16]] if signature[name].startswith("*") else []
         for i, name in enumerate(names)
@@ -94,13 +109,15 @@ def build(kernels: ModuleType, launch: Launch, arch: int) -> Need:
     options = {"num_warps": launch.warps, "num_stages": launch.stages}
     try:
         built = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
-    except SystemError:  # CPython 3.11 miscounts its recursion where several threads parse at once
+    except SystemError:  # CPython 3.11 miscounts recursion when several threads parse at once
         built = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
     return Need(built.metadata.shared, built.asm["ptx"], time.perf_counter() - begin)
 
 
 def assembled(ptx: str, arch: int) -> tuple[int, int]:
-    """Registers of a thread, and bytes it spills, from the assembler inside Triton."""
+    """Assemble PTX with the assembler that Triton includes. Return the registers per thread and the bytes
+    spilled per thread.
+    """
     import triton
 
     tools = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
@@ -126,7 +143,9 @@ def assembled(ptx: str, arch: int) -> tuple[int, int]:
 
 
 def caches(kernels: ModuleType, device: int = 0) -> dict[str, dict[Any, Any]]:
-    """What this process has built of each kernel for one of its GPUs."""
+    """Return the compiled versions of each kernel, by kernel name, that this process holds for one of its
+    GPUs.
+    """
     found: dict[str, Any] = {name: getattr(kernels, name, None) for name in getattr(kernels, "__all__", [])}
     return {
         name: kernel.device_caches[device][0]
@@ -136,7 +155,9 @@ def caches(kernels: ModuleType, device: int = 0) -> dict[str, dict[Any, Any]]:
 
 
 def loaded(kernels: ModuleType, device: int = 0) -> dict[str, tuple[int, int]]:
-    """Registers of a thread and bytes of local memory of each kernel this process has launched; the most of each."""
+    """Return registers per thread and bytes of local memory per thread of each kernel that this process has
+    launched. If a kernel has several versions, the one with the most local memory counts.
+    """
     sizes = {
         name: [
             (kernel.n_regs, 4 * kernel.n_spills)
@@ -149,14 +170,16 @@ def loaded(kernels: ModuleType, device: int = 0) -> dict[str, tuple[int, int]]:
 
 
 def lacking(kernels: ModuleType, launches: list[Launch], arch: int, shared: int) -> str | None:
-    """Why a GPU with this much shared memory for a block (bytes) cannot run these, in words; None if it can.
+    """Return why a GPU with `shared` bytes of shared memory per block cannot run these launches, or None if
+    it can.
 
-    Built several at a time: most of it happens outside Python.
+    The kernels are compiled in parallel threads, because most of the compilation happens outside Python.
     """
     for launch in launches:
         getattr(kernels, launch.name).cache_key  # noqa: B018, computed once, before the threads read it
 
     def look(launch: Launch) -> str | None:
+        """Return why this kernel cannot run, or None if it can."""
         try:
             needed = build(kernels, launch, arch).shared
         except Exception as error:

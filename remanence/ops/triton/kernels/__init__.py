@@ -1,30 +1,31 @@
 # mypy: ignore-errors
-"""The closed form of a two-layer memory as Triton kernels: x + LN(act(x W1) W2), or without the LayerNorm.
+"""Triton kernels for the closed form of a two-layer memory: x + LN(act(x W1) W2), or without the LayerNorm.
 
-One chunk's tokens are a tile of C rows; a program is one (row, head), or one of its chunks. Letters as in
-closed_form:
+The tokens of a chunk are a tile of C rows. A program processes one (row, head), or one chunk of a (row,
+head). The letters are those of `remanence.ops.closed_form`:
 
-    coef_kernel          gates -> P, (a, r, c, s), fold; every chunk at once
-    state_kernel         W and S over the chunks, from keys alone, with D2 and surprise; one program per (row, head),
-                         the state in registers
-    state_stream         the same, the state in blocks of the hidden axis, through L2
-    read_kernel          the answers, from the states at the chunks' starts; every chunk at once
-    read_backward        gradients of q, a, r and half of P; what reading adds to the gradients of the state and of X2
-    blend_backward       the other half of P; what reading adds to the gradients of k and of the keys' D
-    carry_kernel         the state's gradient, backwards over the chunks; one program per (row, head)
-    carry_stream         the same, the state in blocks of the hidden axis
+    coef_kernel          compute P, (a, r, c, s) and fold from the gates; all chunks in parallel
+    state_kernel         iterate W and S over the chunks, from the keys alone; compute D2 and the surprise;
+                         one program per (row, head), with the state in registers
+    state_stream         the same, with the state in blocks of the hidden axis that go through L2
+    read_kernel          compute the answers from the chunks' start states; all chunks in parallel
+    read_backward        gradients of q, a, r and half of P; the answers' part of those of the state and of X2
+    blend_backward       the other half of P's gradient; the answers' part of those of k and of the keys' D
+    carry_kernel         iterate the state's gradient backwards over the chunks; one program per (row, head)
+    carry_stream         the same, with the state in blocks of the hidden axis
     keys_backward        gradients of k, c, s and fold, given the gradient of every chunk's end state
     coef_backward        gradients of the gates
-    decode_kernel        all of it for one token, in place
-    convolve_kernel      the short convolutions in front of it
-    copy_weights_kernel  the weights at the start of MAC's segments
-    peaks_kernel         the kNN memory's search, first pass (nearest.py)
-    rescore_kernel       and second pass
+    decode_kernel        the whole forward computation for one token, in place
+    convolve_kernel      the short convolutions of q, k and v for one token
+    copy_weights_kernel  copy the weights at the start of a MAC segment
+    peaks_kernel         first pass of the search in a kNN memory (nearest.py)
+    rescore_kernel       second pass of that search
 
-What is linear stays split: what reading contributes (parallel) and what comes from later chunks (sequential) are added
-up in `carry_kernel`, so that nothing but the state's own recurrence waits. Operands of products have the inputs' dtype
-(OP), sums and the state are float32 (float64 under the interpreter, where the algebra is tested). linear.py and
-linear_backward.py do the same for one layer, on the same coefficients, and decode_linear_kernel for one token of it.
+The gradient of the state has two parts: one from the answers of each chunk, which is computed in parallel,
+and one from later chunks, which is sequential. `carry_kernel` adds them, so that only the recurrence of the
+state itself is sequential. Operands of products have the dtype of the inputs (OP). Sums and the state are
+float32 (float64 under the interpreter, where the algebra is tested). linear.py and linear_backward.py do the
+same for a one-layer memory with the same coefficients, and decode_linear_kernel does it for one token.
 """
 
 from remanence.ops.triton.kernels.carry import carry_kernel, carry_stream

@@ -1,5 +1,5 @@
 # mypy: ignore-errors
-"""The state's gradient over the chunks, backwards."""
+"""Iterate the gradient of the state of a two-layer memory backwards over the chunks."""
 
 from __future__ import annotations
 
@@ -32,11 +32,12 @@ def _error_backward(
     g, D2, K, v, values, rstds, g_surprise, g_v, at, live, writes,
     D: tl.constexpr, BD: tl.constexpr, NORM: tl.constexpr, RESIDUAL: tl.constexpr,
 ):  # fmt: skip
-    """From D2's gradient g to that of Z_2; v's is written on the way.
+    """Return the gradient of Z_2, given the gradient g of D2, and write the gradient of v.
 
-    With LayerNorm's value x, the loss's slope e, pull(u) = rstd (u - mean(u) - x mean(u x)) and the surprise's gradient
-    w: g_value = pull(g) + w e, and Z_2 gets pull(g_value - rstd (g mean(e x) + e mean(g x))) - x rstd mean(g D2), D2 =
-    pull(e). All of it is a sum of g, e and x with one factor per row each, so that one pass over them is enough.
+    With the LayerNorm's output x, the loss's slope e, pull(u) = rstd (u - mean(u) - x mean(u x)), D2 =
+    pull(e) and the surprise's gradient w: the gradient of x is g_value = pull(g) + w e, and that of Z_2 is
+    pull(g_value - rstd (g mean(e x) + e mean(g x))) - x rstd mean(g D2). This is a sum of g, e and x with one
+    factor per row each, so one pass over them is enough.
     """
     w = tl.load(g_surprise + at, mask=live, other=0.0)
     if NORM:
@@ -69,6 +70,7 @@ def _error_backward(
 
 @triton.jit
 def _all_sizes(sizes, SHARES: tl.constexpr):
+    """Return the largest of the sizes that the SHARES programs of a memory wrote."""
     size = tl.load(sizes, cache_modifier=".cg")
     for other in tl.static_range(1, SHARES):
         size = tl.maximum(size, tl.load(sizes + other, cache_modifier=".cg"))
@@ -86,12 +88,13 @@ def carry_kernel(
     REACH: tl.constexpr, END: tl.constexpr,
     SHARES: tl.constexpr, APART: tl.constexpr, ACC: tl.constexpr, OP: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """The state's gradient from the last chunk to the first; at each chunk's end it is kept in g_ends, Z_1's gradient
-    in g_Z.
+    """Iterate the gradient of the state from the last chunk to the first, in registers. Writes it at the end
+    of each chunk (g_ends) and at the start of the first (g_first), the gradient of Z_1 (g_Z), and that of v.
 
-    With SHARES above 1, as many programs have a block of the hidden axis each, and meet at every chunk's D2. There they
-    also learn how large the gradient is, so the clamp holds it only now, and what was made of it so far, which is
-    linear in it. A memory that was held is one more of `clamped`.
+    With SHARES above 1, that many programs share a memory. Each has a block of the hidden axis, and at every
+    chunk they exchange and add their parts of D2's gradient. Only then do they also know the largest entry of
+    the whole gradient. The clamp is therefore applied there, to the gradient and to everything computed from
+    it so far, which is linear in it. Each memory that was clamped adds 1 to `clamped`.
     """
     m, share = tl.program_id(0).to(tl.int64), tl.program_id(1)
     d, f, t = tl.arange(0, BD), share * BH + tl.arange(0, BH), tl.arange(0, BC)
@@ -117,7 +120,7 @@ def carry_kernel(
         H = load(hiddens + base * BC * HIDDEN, t, f, BC, HIDDEN, EVEN)
         slope = load(slopes + base * BC * HIDDEN, t, f, BC, HIDDEN, EVEN)
         curve = load(bends + base * BC * HIDDEN, t, f, BC, HIDDEN, EVEN)
-        # Through the fold: what the end state's gradient makes of D1 and D2.
+        # The gradients of D1 and D2 through the state at the chunk's end.
         g_first = dot_apart(-c * K, G1, n, APART, ACC, OP, PRECISION)
         g_error = dot_apart(-c * H, G2, n, APART, ACC, OP, PRECISION)
         if MOMENTUM:
@@ -152,7 +155,7 @@ def carry_kernel(
         g_first_layer = (g_first * curve + slope * g_hidden).to(OP)
         g_first = (g_first * slope).to(OP)
         store(g_Z + base * BC * HIDDEN, g_first_layer, t, f, BC, HIDDEN, EVEN)
-        # To the state at the chunk's start.
+        # The gradient of the state at the chunk's start.
         store_layers(g_ends1, g_ends2, base * PARTS * SIZE, G1, G2, d, f, D, HIDDEN, EVEN)
         if MOMENTUM:
             carry, past = tl.load(fold + base * 4 + 1), tl.load(fold + base * 4 + 2)
@@ -198,11 +201,13 @@ def carry_stream(
     REACH: tl.constexpr, END: tl.constexpr,
     APART: tl.constexpr, ACC: tl.constexpr, OP: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """`carry_kernel` with the gradient in blocks through L2, in g_first. g_ends may be g_J.
+    """Like `carry_kernel`, for a gradient that is kept in global memory, in g_first, and processed in blocks.
+    g_ends may be the same tensors as g_J.
 
-    One pass over it per chunk: a block that has reached a chunk's start is at once sent through the fold before it, for
-    that chunk's D1, which waits in g_Z, and D2. The clamp's factor is known only after the pass, so it is applied when
-    a block is read again, and to what was made of unheld blocks, which is linear in them.
+    There is one pass over the gradient per chunk. As soon as a block has reached the start of a chunk, its
+    part of the gradients of D1 (kept in g_Z) and D2 of the chunk before is computed. The factor of the clamp
+    is known only after the pass. It is therefore applied when a block is read again, and to the results
+    computed from blocks that were not yet clamped, which are linear in them.
     """
     m = tl.program_id(0).to(tl.int64)
     d, t = tl.arange(0, BD), tl.arange(0, BC)
@@ -243,7 +248,7 @@ def carry_stream(
         g_error = onto_apart(g_error, g_first * slope, W2, n, APART, OP, PRECISION)
         store(g_Z + own, g_first, t, f, BC, HIDDEN, EVEN)
     for back_from in tl.range(n, num_stages=1):
-        tl.debug_barrier()  # the blocks below are read back by other threads than wrote them
+        tl.debug_barrier()  # the blocks are read back by threads that did not write them
         i = n - 1 - back_from
         base = m * n + i
         here = base * PARTS * SIZE
@@ -294,7 +299,7 @@ def carry_stream(
                 held2 = load(g_J2 + here + SIZE, f, d, HIDDEN, D, EVEN) + carry * G2 + past * T2
             g_hidden += load(g_X2 + own, t, f, BC, HIDDEN, EVEN)
             g_first_layer = (g_first * curve + slope * g_hidden).to(OP)
-            tl.debug_barrier()  # all have read g_Z and g_J before any writes there
+            tl.debug_barrier()  # all threads must have read g_Z and g_J before any writes there
             store(g_Z + own, g_first_layer, t, f, BC, HIDDEN, EVEN)
             store_layers(g_ends1, g_ends2, here, G1, G2, d, f, D, HIDDEN, EVEN)
             G1 = onto_apart(now1, Kt, g_first_layer, n, APART, OP, PRECISION)

@@ -1,5 +1,5 @@
 # mypy: ignore-errors
-"""From gates to the coefficients of the closed form, and back."""
+"""Compute the coefficients of the closed form from the gates, and the gradients of the gates."""
 
 from __future__ import annotations
 
@@ -19,16 +19,18 @@ from remanence.ops.triton.kernels.tools import (
 )
 
 SHUT = tl.constexpr(-30.0)
-"""The log of a gate that lets nothing through, in QUICK products: 1e-13."""
+"""The lowest log of a gate in QUICK products. A gate of exp(-30), about 1e-13, lets practically nothing
+through.
+"""
 
 
 @triton.jit
 def _products(log_gate, BC: tl.constexpr, QUICK: tl.constexpr):
-    """``[j t]``: the product of the gates over (j, t], 0 for t < j.
+    """Return ``[j t]``: the product of the gates over (j, t], or 0 for t < j.
 
-    QUICK takes it from differences of summed logs. A shut gate's log is held at SHUT there, so that no difference of
-    infinities is met and no sum grows so large that its last digit shows: good to 1e-4, which operands of bfloat16 do
-    not see.
+    QUICK computes it from differences of cumulative sums of logs. Logs are then clamped at SHUT, so that
+    there is no difference of infinities and the sums stay small enough to be precise. The error is about
+    1e-4, which is below the precision of bfloat16 operands.
     """
     t = tl.arange(0, BC)
     if QUICK:
@@ -41,9 +43,11 @@ def _products(log_gate, BC: tl.constexpr, QUICK: tl.constexpr):
 
 @triton.jit
 def _products_backward(g, products, BC: tl.constexpr, QUICK: tl.constexpr):
-    """The logs' gradient: a product over (j, t] changes with each of its logs by itself."""
+    """Return the gradient of the log gates, given the gradient g of `products`. The derivative of a product
+    over (j, t] with respect to each of its log gates is the product itself.
+    """
     t = tl.arange(0, BC)
-    if QUICK:  # with t's summed log, and against j's
+    if QUICK:  # the product grows with the cumulative log of t, and shrinks with that of j
         changed = tl.where(t[None, :] > t[:, None], g * products, 0.0)
         return tl.cumsum(tl.sum(changed, 0) - tl.sum(changed, 1), 0, reverse=True)
     else:
@@ -57,6 +61,10 @@ def coef_kernel(
     CHUNK: tl.constexpr, BC: tl.constexpr, MOMENTUM: tl.constexpr, FORGET: tl.constexpr,
     QUICK: tl.constexpr, ACC: tl.constexpr, OP: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
+    """Write P ``[m n BC BC]``, the coefficients a, r, c, s of each token (`co` ``[m n 4 BC]``), and the
+    factors of the state at the end of each chunk (`fold` ``[m n 4]``). An incomplete chunk leaves the state
+    unchanged.
+    """
     i, m = which(n)
     t = tl.arange(0, BC)
     at, live = tokens(m, i, L, HEADS, CHUNK, BC)
@@ -100,6 +108,7 @@ def coef_backward(
     CHUNK: tl.constexpr, BC: tl.constexpr, MOMENTUM: tl.constexpr, FORGET: tl.constexpr,
     QUICK: tl.constexpr, ACC: tl.constexpr, OP: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
+    """Write the gradients of the log gates, given those of P, `co` and `fold`."""
     i, m = which(n)
     t = tl.arange(0, BC)
     at, live = tokens(m, i, L, HEADS, CHUNK, BC)
@@ -109,7 +118,7 @@ def coef_backward(
     base = m.to(tl.int64) * n + i
     theta = tl.where(live, tl.exp(tl.load(log_step + at, mask=live, other=0.0)), 0.0)
     later = t[None, :] >= t[:, None]
-    # [j t], like every product here.
+    # The axes are [j t], as in all products of this kernel.
     g_mix = tl.load(g_P + base * BC * BC + t[None, :] * BC + t[:, None]).to(ACC)
     g_c = load_coef(g_co, base, COEF_C, BC) * whole
     g_mix = tl.where(later, g_mix + tl.where(last[None, :], g_c[:, None], 0.0), 0.0)

@@ -1,6 +1,6 @@
 # mypy: ignore-errors
-"""One token of a memory of one or two layers, in place: answered, kept in the open chunk's tail, and folded where it
-completes the chunk.
+"""Process one token with a memory of one or two layers, in place. The query is answered, the token is stored
+in the incomplete chunk, and if it completes the chunk, the chunk is added to the state.
 """
 
 from __future__ import annotations
@@ -14,7 +14,9 @@ from remanence.ops.triton.kernels.tools import activate, activate_with_slope, lo
 
 @triton.jit
 def _tail(ptr, new, t, cols, slot, WIDTH: tl.constexpr):
-    """The open chunk's rows ``[c WIDTH]``, the new one in its slot and zeros behind it; and writes the new one."""
+    """Store the new row in its slot of the incomplete chunk. Return the rows ``[c WIDTH]`` of the chunk,
+    including the new one, with zeros after it.
+    """
     tl.store(ptr + slot * WIDTH + cols, new, mask=cols < WIDTH)
     read = (t < slot)[:, None] & (cols < WIDTH)[None, :]
     old = tl.load(ptr + t[:, None] * WIDTH + cols[None, :], mask=read, other=0.0)
@@ -23,14 +25,18 @@ def _tail(ptr, new, t, cols, slot, WIDTH: tl.constexpr):
 
 @triton.jit
 def _gates(ptr, new, t, slot, other):
+    """Store the new log gate in its slot of the incomplete chunk. Return the log gates of the chunk,
+    including the new one, with `other` after it.
+    """
     tl.store(ptr + slot, new)
     return tl.where(t == slot, new, tl.load(ptr + t, mask=t < slot, other=other))
 
 
 @triton.jit
 def _since(ptr, new, t, slot, last):
-    """The product of the gates over (j, last] for every slot j, 0 for those behind it. One scan, where all rows of them
-    would be the kernel's largest tile. The last is the slot, whose gate is new, or the one before.
+    """Return the product of the gates over (j, last] for every slot j, or 0 for slots after `last`. `last` is
+    `slot`, whose gate is `new`, or the slot before. This is one scan; the matrix of all products would be the
+    kernel's largest tile.
     """
     following = tl.where(t + 1 == slot, new, tl.load(ptr + t + 1, mask=t + 1 < slot, other=0.0))
     return tl.where(t <= last, tl.cumprod(tl.where(t < last, tl.exp(following), 1.0), 0, reverse=True), 0.0)
@@ -44,9 +50,12 @@ def decode_kernel(
     BH: tl.constexpr, MOMENTUM: tl.constexpr, FORGET: tl.constexpr, NORM: tl.constexpr, RESIDUAL: tl.constexpr,
     GELU: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
-    """Only the last row of every product, so matrices meet vectors, in full precision. Two passes over the hidden
-    blocks, because the query reads what the token itself writes: its error must be known first. A third one where the
-    chunk is complete.
+    """Process one token with a two-layer memory. Rows that are not active get answers and surprise of 0.
+
+    Only the last row of every product of the closed form is needed, so matrices are multiplied by vectors, in
+    full precision. There are two passes over the hidden blocks, because the answer depends on the token's own
+    write and so on its error, which must be computed first. A third pass updates the state if the chunk is
+    complete.
     """
     m = tl.program_id(0).to(tl.int64)
     row = m // HEADS
@@ -63,7 +72,8 @@ def decode_kernel(
         J2 += m * PARTS * SIZE
         slot = (tl.load(position + row) % CHUNK).to(tl.int32)
         own = t == slot
-        # The slot's row of the coefficients: a, r, P; where the chunk is complete, these are the fold's too.
+        # The coefficients a, r, P of this token. If the token completes the chunk, they also update the
+        # state.
         theta = tl.exp(_gates(steps + m * CHUNK, tl.load(log_step + m), t, slot, float("-inf")))
         kept = tl.where(t <= slot, 1.0, 0.0).to(ACC)
         a = tl.full([], 1.0, ACC)
@@ -130,7 +140,7 @@ def decode_kernel(
         if (wrong > 0) | ~(surprised < float("inf")):
             tl.store(diverged + row, 1)
         if slot == CHUNK - 1:
-            tl.debug_barrier()  # other threads read back the tails and write the state
+            tl.debug_barrier()  # other threads read back the stored rows and write the state
             for j in tl.range(BLOCKS, num_stages=1):
                 f = j * BH + tl.arange(0, BH)
                 W1, W2 = a * load(J1, d, f, D, HIDDEN, EVEN), a * load(J2, f, d, HIDDEN, D, EVEN)
@@ -172,8 +182,9 @@ def decode_linear_kernel(
     BV: tl.constexpr, MOMENTUM: tl.constexpr, FORGET: tl.constexpr, RESIDUAL: tl.constexpr, SQUARED: tl.constexpr,
     TOKEN: tl.constexpr, SCALED: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
-    """The same for a matrix of D by E. A column of it needs no other column, so that one pass over blocks of them is
-    enough: the key's error, what the query then reads, and the fold, from weights that are loaded once.
+    """Process one token with a one-layer memory, a matrix of D by E. Its columns are independent, so one pass
+    over blocks of columns is enough: it computes the error of the key, the answer, and the update of the
+    state from weights that are loaded once.
     """
     m = tl.program_id(0).to(tl.int64)
     row = m // HEADS
@@ -190,8 +201,9 @@ def decode_linear_kernel(
         EVEN: tl.constexpr = (D == BD) and (E == BV * BLOCKS)
         J += m * PARTS * SIZE
         slot = (tl.load(position + row) % CHUNK).to(tl.int32)
-        # The slot's row of the coefficients, a, r, P, and (met) what the key meets of them: those of one token earlier
-        # where the rule is token-exact, else the chunk's start; after the token's own decay where that comes first.
+        # The coefficients a, r, P of this token's answer, and those (*_met) of the weights at which its
+        # gradient is taken: of the token before if the rule is token-exact, otherwise of the chunk's start.
+        # With SCALED, the latter include the token's own decay.
         theta = tl.exp(_gates(steps + m * CHUNK, tl.load(log_step + m), t, slot, float("-inf")))
         a, a_met, r_met = tl.full([], 1.0, ACC), tl.full([], 1.0, ACC), tl.full([], 0.0, ACC)
         kept, kept_met = tl.where(t <= slot, 1.0, 0.0).to(ACC), tl.where(t < slot, 1.0, 0.0).to(ACC)
@@ -224,7 +236,7 @@ def decode_linear_kernel(
         Ks = _tail(X + m * CHUNK * D, K, t, d, slot, D)
         asked = tl.sum(Ks * Q[None, :], 1) * P
         met = tl.sum(Ks * K[None, :], 1) * P_met
-        again = tl.sum(tl.where(t == slot, asked, 0.0), 0)  # how much of its own write the token reads back
+        again = tl.sum(tl.where(t == slot, asked, 0.0), 0)  # effect of the token's own write on its answer
         surprised = tl.zeros([], ACC)
         wrong = tl.zeros([], tl.int32)
         for j in tl.range(BLOCKS, num_stages=1):
@@ -257,7 +269,7 @@ def decode_linear_kernel(
             tl.store(y + m * E + f, out.to(y.dtype.element_ty), mask=f < E)
             wrong = tl.maximum(wrong, tl.max(tl.where((f < E) & ~(tl.abs(out) < float("inf")), 1, 0), 0))
             if slot == CHUNK - 1:
-                tl.debug_barrier()  # other threads read back the tails and write the state
+                tl.debug_barrier()  # other threads read back the stored rows and write the state
                 W = a * W
                 if MOMENTUM:
                     W += r * S
@@ -283,6 +295,9 @@ def _convolve(
     HEADS: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, HISTORY: tl.constexpr, BT: tl.constexpr, TAPS: tl.constexpr,
     ACC: tl.constexpr, UNIT: tl.constexpr,
 ):  # fmt: skip
+    """Convolve one token of one row and head, apply SiLU, and scale to unit length if UNIT. If `on`, shift
+    the past inputs by one token in place.
+    """
     OP: tl.constexpr = x.dtype.element_ty
     d, t = tl.arange(0, BD), tl.arange(0, BT)
     live = d < D
@@ -293,21 +308,21 @@ def _convolve(
     old = tl.load(places, mask=held, other=0.0)
     later = tl.load(places + HEADS * D, mask=(t + 1 < HISTORY)[:, None] & live[None, :], other=0.0)
     new = tl.load(x + (m // HEADS) * HEADS * D + at, mask=live, other=0.0)
-    tap = t - (HISTORY - TAPS + 1)  # the newest input's is the last
+    tap = t - (HISTORY - TAPS + 1)  # the newest input belongs to the last tap
     taps = (
         tl.load(weight + at[None, :] * TAPS + tap[:, None], mask=held & (tap >= 0)[:, None], other=0.0)
         .to(OP)
         .to(ACC)
     )
     last = tl.load(weight + at * TAPS + TAPS - 1, mask=live, other=0.0).to(OP).to(ACC)
-    # Rounded wherever torch rounds.
+    # Rounded at the same places as in torch.
     z = (tl.sum(old.to(OP).to(ACC) * taps, 0) + new.to(ACC) * last).to(OP).to(ACC)
     z = (z / (1.0 + tl.exp(-z))).to(OP).to(ACC)
     if UNIT:
         z = z / tl.sqrt(tl.sum(z * z, 0) + 1e-12)
     tl.store(y + m * D + d, z.to(OP), mask=live)
     if on:
-        tl.debug_barrier()  # no thread writes before all have read
+        tl.debug_barrier()  # all threads must have read before any writes
         tl.store(places, tl.where((t == HISTORY - 1)[:, None], new[None, :].to(old.dtype), later), mask=held)
 
 
@@ -317,8 +332,8 @@ def convolve_kernel(
     HEADS: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, HISTORY: tl.constexpr, BT: tl.constexpr, TAPS: tl.constexpr,
     ACC: tl.constexpr,
 ):  # fmt: skip
-    """One token of the short convolutions of q, k and v ``[r h e]``, with SiLU, and at unit length but for v. Their
-    last inputs ``[r past h e]`` move up by one, in place.
+    """Compute the short convolutions of q, k and v ``[r h e]`` of one token, with SiLU, and for q and k at
+    unit length. The past inputs ``[r past h e]`` of active rows are shifted by one token in place.
     """
     m, which = tl.program_id(0).to(tl.int64), tl.program_id(1)
     on = tl.load(active + m // HEADS) != 0
@@ -334,7 +349,9 @@ def convolve_kernel(
 def copy_weights_kernel(
     begins, source, weights, SIZE, PARTS: tl.constexpr, HEADS: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """The chunk's start weights, the first of J's parts, where a segment begins; nothing is even read elsewhere."""
+    """Copy the weights at the start of the chunk (the first part of the state J) to `weights`, for rows where
+    `begins` is not 0. Other rows are neither read nor written.
+    """
     m = tl.program_id(0).to(tl.int64)
     if tl.load(begins + m // HEADS) != 0:
         i = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)

@@ -1,5 +1,5 @@
 # mypy: ignore-errors
-"""Gradients of keys, values and coefficients, given the gradient of every chunk's end state."""
+"""Gradients of keys and coefficients, given the gradient of the state at the end of every chunk."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ def keys_backward(
     MOMENTUM: tl.constexpr, RESIDUAL: tl.constexpr,
     ACC: tl.constexpr, OP: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """What nothing in the sequence waits for. g_k holds what reading gave, and is added to; g_J is each chunk's end
-    gradient.
+    """Compute the gradients that no other chunk depends on; all chunks in parallel. g_k holds the part from
+    the answers and is added to. g_J1 and g_J2 are the gradients of the state at the end of each chunk.
     """
     i, m, base = which_chunk(n)
     d, t = tl.arange(0, BD), tl.arange(0, BC)

@@ -1,14 +1,16 @@
 # mypy: ignore-errors
-"""A memory of one layer, forwards: x W, with x added or not, through a LayerNorm or not. Keys are D wide, values E;
-without x and LayerNorm these may differ.
+"""Forward of a one-layer memory: x W, optionally with a LayerNorm, optionally with x added. Keys have D
+channels and values E; these may differ only without LayerNorm and without x added.
 
-    linear_solve      the token-exact rule's triangular systems            every chunk at once linear_state      W, S
-    over the chunks, keys only; the errors D        one program per (row, head) or some of its columns linear_read
-    the answers and the surprise                         every chunk at once
+    linear_solve      the triangular systems of the token-exact rule; all chunks in parallel
+    linear_state      iterate W and S over the chunks, from the keys alone, and compute the errors D;
+                      one program per (row, head), or for some of its columns
+    linear_read       the answers and the surprise; all chunks in parallel
 
-The state is held, and kept at the chunks' starts, transposed: then it is the left operand of every product it enters,
-the errors too, and neither has to leave its warp's registers between two products. A row of it, which is one column of
-W, needs no other row (but for the LayerNorm), so the rows can be shared out among programs.
+The state is held, and saved at the starts of the chunks, transposed. It is then the left operand of all its
+products, as are the errors, and both can stay in the registers of a warp between two products. A row of the
+transposed state is a column of W and does not depend on other rows (except with LayerNorm), so the rows can
+be divided among programs.
 """
 
 from __future__ import annotations
@@ -39,7 +41,9 @@ from remanence.ops.triton.kernels.tools import (
 
 @triton.jit
 def earlier(co, log_keep, base, at, live, BC: tl.constexpr, MOMENTUM: tl.constexpr, SCALED: tl.constexpr):
-    """(a, r) as they were one token earlier, and what each token's own decay makes of them before it is written."""
+    """Return a and r of the token before each token, and the factor `scale` by which each token's own decay
+    reduces them before its gradient is taken (1 unless SCALED).
+    """
     t = tl.arange(0, BC)
     a = tl.load(co + base * 4 * BC + t - 1, mask=t > 0, other=1.0)
     r, scale = tl.zeros_like(a), tl.zeros_like(a) + 1.0
@@ -52,7 +56,7 @@ def earlier(co, log_keep, base, at, live, BC: tl.constexpr, MOMENTUM: tl.constex
 
 @triton.jit
 def earlier_mix(P, base, scale, BC: tl.constexpr):
-    """P as it was one token earlier, likewise."""
+    """Return P of the token before each token, times `scale`."""
     t = tl.arange(0, BC)
     square = base * BC * BC + (t[:, None] - 1) * BC + t[None, :]
     return tl.load(P + square, mask=(t > 0)[:, None], other=0.0) * scale[:, None]
@@ -64,7 +68,9 @@ def _met(
     HEADS, D: tl.constexpr, BD: tl.constexpr, BC: tl.constexpr, SCALED: tl.constexpr,
     OP: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """(K K^T) P~, of the chunk's tokens t and u."""
+    """Return the entries of (K K^T) P~ for the tokens t (rows) and u (columns) of a chunk, where P~ is
+    `earlier_mix`.
+    """
     at = first + t * HEADS
     K = load_tokens(k, at, t < left, D, BD)
     met = dot(K, tl.trans(load_tokens(k, first + u * HEADS, u < left, D, BD)), OP, PRECISION)
@@ -76,10 +82,12 @@ def _met(
 
 @triton.jit
 def _invert(A, SIZE: tl.constexpr, PRECISION: tl.constexpr):
-    """(I + A)^-1, A below the diagonal: blocks of 16 by forward substitution, then two by two, -X2 A21 X1 standing
-    between them.
+    """Return (I + A)^-1 for A that is zero on and above the diagonal. Diagonal blocks of 16 are inverted by
+    forward substitution. Then pairs of neighbouring blocks are merged: the block below the diagonal is -X2
+    A21 X1.
 
-    Never by the series of A's powers: it cancels catastrophically where keys repeat, and A's entries are all near one.
+    The series of powers of A is not used: it cancels catastrophically if keys repeat, when the entries of A
+    are all near one.
     """
     BLOCKS: tl.constexpr = SIZE // 16
     LEVELS: tl.constexpr = (SIZE > 16) + (SIZE > 32)
@@ -108,8 +116,8 @@ def linear_solve(
     MOMENTUM: tl.constexpr, RESIDUAL: tl.constexpr, SCALED: tl.constexpr,
     ACC: tl.constexpr, OP: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """With T = (I + (K K^T) P~)^-1 (inverse): U = T (a~ K), R = T (r~ K), known = -T target, so that D = U W + R S +
-    known.
+    """With T = (I + (K K^T) P~)^-1 (inverse), write U = T (a~ K), R = T (r~ K) and known = -T target. The
+    errors are then D = U W + R S + known.
     """
     i, m, base = which_chunk(n)
     SIZE: tl.constexpr = min(BC, 64)
@@ -124,7 +132,7 @@ def linear_solve(
         PRECISION,
     )
     tl.store(square, X.to(OP))
-    if BC > SIZE:  # one more merge, whose operands have no room as parts of the whole
+    if BC > SIZE:  # one more merge, on separate quarters: the whole matrix would not fit
         far = SIZE + u
         A = _met(k, log_keep, P, base, first, left, far, u, HEADS, D, BD, BC, SCALED, OP, PRECISION)
         X = tl.dot(A, X, input_precision=PRECISION)
@@ -133,7 +141,7 @@ def linear_solve(
         tl.store(square + SIZE, tl.zeros([SIZE, SIZE], OP))
         tl.store(square + SIZE * BC, -tl.dot(A, X, input_precision=PRECISION).to(OP))
         tl.store(square + SIZE * BC + SIZE, A.to(OP))
-        tl.debug_barrier()  # read back by other threads than wrote it
+        tl.debug_barrier()  # it is read back by threads that did not write it
         T = tl.load(inverse + t[:, None] * BC + t[None, :])
     else:
         T = X.to(OP)
@@ -160,6 +168,9 @@ def linear_state(
     MOMENTUM: tl.constexpr, NORM: tl.constexpr, RESIDUAL: tl.constexpr, SQUARED: tl.constexpr, TOKEN: tl.constexpr,
     ACC: tl.constexpr, OP: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
+    """Iterate the state over the chunks. Writes the state at each chunk's start (transposed) and at the end,
+    and the errors.
+    """
     m = tl.program_id(0).to(tl.int64)
     cols, d = tl.program_id(1) * BV + tl.arange(0, BV), tl.arange(0, BD)
     PARTS: tl.constexpr = 2 if MOMENTUM else 1
@@ -214,8 +225,11 @@ def linear_read(
     SCALED: tl.constexpr, TRAIN: tl.constexpr,
     ACC: tl.constexpr, OP: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Keeps for backward what the keys met, where D does not tell it (values), and with LayerNorm its value and 1 /
-    deviation for keys (values, rstds) and queries (answers, spreads).
+    """Compute the answers and the surprise of one chunk, and flag it in `bad` if an answer is not finite.
+
+    With TRAIN, it writes what backward needs: the predictions for the keys (values), if they cannot be
+    derived from the errors, and with LayerNorm its output and 1 / standard deviation for the keys (values,
+    rstds) and for the queries (answers, spreads).
     """
     i, m, base = which_chunk(n)
     d = tl.arange(0, BD)

@@ -1,12 +1,13 @@
 # mypy: ignore-errors
-"""A memory of one layer, backwards.
+"""Backward of a one-layer memory.
 
-    linear_read_backward   gradients of q, a, r; what reading adds to those of P, k, D and of the chunk's start
-    linear_carry           the state's gradient, from the last chunk to the first
-    linear_keys_backward   gradients of k, v, c, s and fold; what the keys met adds to those of P, a, r
+    linear_read_backward   gradients of q, a, r; the answers' part of those of P, k, D and of the start state
+    linear_carry           iterate the gradient of the state from the last chunk to the first
+    linear_keys_backward   gradients of k, v, c, s and fold; the predictions' part of those of P, a, r
 
-What reaches a chunk's start without passing its end is added up beforehand (g_J), so that all the sequence waits for is
-what the end's gradient makes of D, and that of the start. Everything of the state is transposed, as in linear.py.
+The part of the gradient of a chunk's start state that does not come through its end state is summed
+beforehand (g_J). Only the part that comes through the end state is therefore sequential. The state and its
+gradients are transposed, as in linear.py.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ def _slope(
     RESIDUAL: tl.constexpr,
     ACC: tl.constexpr,
 ):
-    """The loss's slope at LayerNorm's value."""
+    """Return the derivative of the loss with respect to the output of the LayerNorm."""
     slope = -load_columns(v, at, live, cols, E).to(ACC)
     if SQUARED:
         slope += value
@@ -70,6 +71,7 @@ def linear_read_backward(
     SCALED: tl.constexpr,
     ACC: tl.constexpr, OP: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
+    """Backward of the answers and of the surprise of one chunk; see the module's docstring."""
     i, m, base = which_chunk(n)
     d, t = tl.arange(0, BD), tl.arange(0, BC)
     PARTS: tl.constexpr = 2 if MOMENTUM else 1
@@ -85,7 +87,7 @@ def linear_read_backward(
     square = square_of(base, BC)
     if NORM:
         spread = tl.load(spreads + at, mask=live, other=0.0)
-    # Three rounds over the columns, each with few sums under way.
+    # Three passes over the columns, each with few sums, to save registers.
     g_blend = tl.zeros([BC, BC], ACC)
     received_sum = tl.zeros([BC], ACC)
     for j in tl.range(BLOCKS, num_stages=1):
@@ -122,7 +124,7 @@ def linear_read_backward(
     store_coef(g_co, g_a, base, COEF_A, BC)
     if MOMENTUM:
         store_coef(g_co, g_r, base, COEF_R, BC)
-    # Transposed, [j t], so that no product below has to turn it.
+    # Loaded transposed, [j t], so that the products below need no transposition.
     across = base * BC * BC + t[:, None] + t[None, :] * BC
     blend = (dot(K, tl.trans(Q), OP, PRECISION) * tl.load(P + across)).to(OP)
     if TOKEN and not SQUARED:
@@ -137,7 +139,8 @@ def linear_read_backward(
         if SQUARED and not NORM:
             g_error += w[:, None] * load_columns(errors, at, live, cols, E)
         store_columns(g_D, g_error, at, live, cols, E)
-        # To the start: through the answers, and through what is known of D's gradient already.
+        # The gradient of the start state: through the answers, and through the part of D's gradient known
+        # here.
         if NORM:
             value = load_columns(values, at, live, cols, E).to(ACC)
             slope = _slope(v, value, K, at, live, cols, E, SQUARED, RESIDUAL, ACC)
@@ -174,12 +177,13 @@ def linear_carry(
     HELD: tl.constexpr, PROGRAMS: tl.constexpr, REACH: tl.constexpr, END: tl.constexpr,
     ACC: tl.constexpr, OP: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """The gradient at each chunk's end is kept in g_ends.
+    """Iterate the gradient of the state from the last chunk to the first. Writes it at the end of each chunk
+    (g_ends) and at the start of the first (g_first).
 
-    The clamp needs the whole gradient's largest entry before the next chunk, which programs that share it do not know,
-    and which is a wait for the others. So it is first only watched: `over` tells whether any entry went beyond it.
-    Where one did, HELD, with the whole gradient in one program, does all of it again and holds it, and is one more of
-    `clamped`.
+    The clamp needs the largest entry of the whole gradient before the next chunk. Programs that share a
+    memory would have to wait for each other to know it. A first launch therefore only checks whether any
+    entry exceeds the limit (`over`). If one does, a second launch (HELD), with the whole gradient in one
+    program, repeats the computation with the clamp and adds 1 to `clamped`.
     """
     m = tl.program_id(0).to(tl.int64)
     if HELD:
@@ -202,7 +206,7 @@ def linear_carry(
         store(g_ends + base * PARTS * SIZE, G, cols, d, E, D, EVEN)
         if MOMENTUM:
             store(g_ends + (base * PARTS + 1) * SIZE, H, cols, d, E, D, EVEN)
-        if SQUARED or NORM:  # otherwise no error knows the state
+        if SQUARED or NORM:  # otherwise the errors do not depend on the state
             K = load_tokens(k, at, live, D, BD)
             g_error = dot(G, tl.trans(K), OP, PRECISION) * -load_coef(co, base, COEF_C, BC)[None, :]
             if MOMENTUM:
@@ -251,10 +255,10 @@ def linear_keys_backward(
     SCALED: tl.constexpr,
     ACC: tl.constexpr, OP: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """What nothing in the sequence waits for. g_k, g_P and (a, r)'s part of g_co hold what reading gave, and are added
-    to.
+    """Compute the gradients that no other chunk depends on; all chunks in parallel. g_k, g_P, and a and r in
+    g_co hold the parts from the answers and are added to.
 
-    g_scale is the log's gradient through what each token's own decay makes of what it meets.
+    g_scale is the gradient of the log of the forget gate through `scale` (see `earlier`).
     """
     i, m, base = which_chunk(n)
     d, t = tl.arange(0, BD), tl.arange(0, BC)
@@ -275,14 +279,14 @@ def linear_keys_backward(
         a_met, r_met, scale = earlier(co, log_keep, base, at, live, BC, MOMENTUM, SCALED)
         g_a, g_r = tl.zeros([BC], ACC), tl.zeros([BC], ACC)
         g_met = tl.zeros([BC, BC], ACC)
-        # Transposed, [j t], as they are used below.
+        # Loaded transposed, [j t], as used below.
         across = base * BC * BC + t[:, None] + t[None, :] * BC
         if SQUARED:
             T = tl.load(inverse + across)
         else:
             met = tl.load(P + across - BC, mask=(t > 0)[None, :], other=0.0) * scale[None, :]
             met = (dot(K, tl.trans(K), OP, PRECISION) * met).to(OP)
-    # First what reaches the keys through D, then what reaches them through the fold: each with few sums under way.
+    # First the gradient of the keys through D, then through the end state: two passes with few sums each.
     for j in tl.range(BLOCKS, num_stages=1):
         cols = j * BV + tl.arange(0, BV)
         g_error = load_columns(g_D, at, live, cols, E).to(ACC)
@@ -297,7 +301,7 @@ def linear_keys_backward(
         else:
             slope = -load_columns(v, at, live, cols, E).to(ACC)
             value = load_columns(values, at, live, cols, E).to(ACC)
-            loss_slope = value  # of the surprise, in v, up to its sign
+            loss_slope = value  # minus the derivative of the surprise with respect to v
             if RESIDUAL:
                 loss_slope += load_columns(k, at, live, cols, D)
             if SQUARED:
@@ -330,17 +334,18 @@ def linear_keys_backward(
         g_key += dot(g_scores + tl.trans(g_scores), K, OP, PRECISION)
         g_met *= dot(K, tl.trans(K), OP, PRECISION)
         if SCALED:
-            # scale is a factor of mix already, so that this is the gradient of its log.
+            # `mix` already contains the factor `scale`, so this is the gradient of the log of `scale`.
             g_log = tl.sum(g_met * mix, 1) + (g_a * a_met + g_r * r_met) * scale
             tl.store(g_scale + at, g_log, mask=live)
-        # What a token met is what the token before it left.
+        # Each token used the coefficients of the token before it, so the gradients are moved back by one
+        # token.
         later = t > 0
         before = base * BC * BC + (t[:, None] - 1) * BC + t[None, :]
         g_met = g_met * scale[:, None] + tl.load(g_P + before, mask=later[:, None], other=0.0)
         g_a = g_a * scale + tl.load(g_co + base * 4 * BC + t - 1, mask=later, other=0.0)
         if MOMENTUM:
             g_r = g_r * scale + tl.load(g_co + base * 4 * BC + BC + t - 1, mask=later, other=0.0)
-        tl.debug_barrier()  # all have read before any writes there
+        tl.debug_barrier()  # all threads must have read before any writes there
         tl.store(g_P + before, g_met.to(g_P.dtype.element_ty), mask=later[:, None])
         tl.store(g_co + base * 4 * BC + t - 1, g_a, mask=later)
         if MOMENTUM:
@@ -373,7 +378,8 @@ def linear_keys_backward(
         tl.store(g_fold + base * 4 + 1, carry)
         tl.store(g_fold + base * 4 + 2, past)
     g_key += load_tokens(g_k, at, live, D, BD)
-    tl.debug_barrier()  # g_v is read back by other threads than wrote it, and all have read g_k before any writes there
+    # g_v is read back by threads that did not write it, and all must have read g_k before any writes there.
+    tl.debug_barrier()
     if RESIDUAL and SQUARED:
         g_key -= load_tokens(g_v, at, live, D, BD)
     elif RESIDUAL:

@@ -1,5 +1,5 @@
 # mypy: ignore-errors
-"""The answers of every chunk, from the states at the chunks' starts, and their way back."""
+"""The answers of all chunks, computed from the states at the starts of the chunks, and their backward."""
 
 from __future__ import annotations
 
@@ -37,9 +37,11 @@ def read_kernel(
     MOMENTUM: tl.constexpr, NORM: tl.constexpr, RESIDUAL: tl.constexpr, GELU: tl.constexpr, TRAIN: tl.constexpr,
     APART: tl.constexpr, ACC: tl.constexpr, OP: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """What backward needs of the keys and of the queries is kept, rounded as the products here see it: X2 = act(Z_1)
-    (hiddens), act'(Z_1) (slopes), D1 (firsts), act''(Z_1) D2 W2^T (bends); the queries' Z_1 (reads), A X2^T,
-    LayerNorm's value and scale.
+    """Compute the answers of one chunk, and flag it in `bad` if one of them is not finite.
+
+    With TRAIN, it writes what backward needs, rounded as in the products here. For the keys: X2 = act(Z_1)
+    (hiddens), act'(Z_1) (slopes), D1 (firsts) and act''(Z_1) D2 W2^T (bends). For the queries: Z_1 (reads), A
+    X2^T (scores), and the output and scale of the LayerNorm (answers, spreads).
     """
     i, m, base = which_chunk(n)
     d, t = tl.arange(0, BD), tl.arange(0, BC)
@@ -108,8 +110,9 @@ def read_backward(
     MOMENTUM: tl.constexpr, NORM: tl.constexpr, RESIDUAL: tl.constexpr, GELU: tl.constexpr,
     APART: tl.constexpr, ACC: tl.constexpr, OP: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """The queries' way back, to Z_1's gradient and through the state; g_q, g_P and g_D2 without layer 1's masked
-    product.
+    """Backward of the answers: through the second layer and the state, down to the gradient of the queries'
+    Z_1 (g_Z). The masked product of the first layer is not included in g_q, g_P and g_D2; `blend_backward`
+    adds it.
     """
     i, m, base = which_chunk(n)
     d, t = tl.arange(0, BD), tl.arange(0, BC)
@@ -134,7 +137,7 @@ def read_backward(
         rstd = tl.load(spreads + at, mask=live, other=0.0)
         g_out = pull(g_out, load_tokens(answers, at, live, D, BD).to(ACC), rstd, D, BD)
     g_O = g_out.to(OP)
-    # Layer 2's masked product: -[(A X^T) P] D2.
+    # The masked product of layer 2: -[(A X^T) P] D2.
     square = square_of(base, BC)
     mix, met = tl.load(P + square).to(ACC), tl.load(scores + square).to(ACC)
     g_error = -dot(tl.trans((met * mix).to(OP)), g_O, OP, PRECISION)
@@ -223,10 +226,11 @@ def blend_backward(
     D: tl.constexpr, BD: tl.constexpr, HIDDEN: tl.constexpr, BH: tl.constexpr, CHUNK: tl.constexpr, BC: tl.constexpr,
     MOMENTUM: tl.constexpr, ACC: tl.constexpr, OP: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Layer 1's masked product, -[(Q K^T) P] D1: added to g_q, g_P and g_D2, with D1's own way through W2. g_D1 may be
-    g_Z.
+    """Backward of the first layer's masked product, -[(Q K^T) P] D1. Adds its part to g_q, g_P and g_D2, and
+    writes g_k and g_D1. The part of g_D2 that goes through D1 and W2 is included. g_D1 may be the same tensor
+    as g_Z.
 
-    g_D2 comes out complete but for what later chunks add.
+    After this, g_D2 is complete except for the part from later chunks.
     """
     i, m, base = which_chunk(n)
     d, t = tl.arange(0, BD), tl.arange(0, BC)
@@ -237,7 +241,7 @@ def blend_backward(
     at, live = tokens(m, i, L, HEADS, CHUNK, BC)
     square = square_of(base, BC)
     Q, K = load_tokens(q, at, live, D, BD), load_tokens(k, at, live, D, BD)
-    # Transposed, [j t], so that no product below has to turn it.
+    # Loaded transposed, [j t], so that the products below need no transposition.
     across = t[:, None] + t[None, :] * BC + base * BC * BC
     blend = (dot(K, tl.trans(Q), OP, PRECISION) * tl.load(P + across)).to(OP)
     g_blend = tl.zeros([BC, BC], ACC)
@@ -253,7 +257,7 @@ def blend_backward(
         g_error += dot(
             g_first * slope, load(starts2 + base * PARTS * SIZE, f, d, HIDDEN, D, EVEN), OP, PRECISION
         )
-        tl.debug_barrier()  # all have read g_Z before any writes there
+        tl.debug_barrier()  # g_D1 may be g_Z: all threads must have read before any writes
         store(g_D1 + base * BC * HIDDEN, g_first, t, f, BC, HIDDEN, EVEN)
     g_error += load_tokens(g_D2, at, live, D, BD)
     store_tokens(g_D2, g_error, at, live, D, BD)

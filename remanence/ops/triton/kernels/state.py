@@ -1,5 +1,7 @@
 # mypy: ignore-errors
-"""The state over the chunks, forwards: the one part of it that waits."""
+"""Iterate the state of a two-layer memory forwards over the chunks. This is the only sequential part of
+forward.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,9 @@ def _error(
     out, K, k, v, at, live, writes, errors, values, rstds, surprise,
     D: tl.constexpr, BD: tl.constexpr, NORM: tl.constexpr, RESIDUAL: tl.constexpr, TRAIN: tl.constexpr,
 ):  # fmt: skip
-    """From Z_2 to D2, with the surprise and what backward needs written on the way, if this program `writes`."""
+    """Return D2, the gradient of the loss with respect to the second layer's output Z_2 (`out`). If this
+    program `writes`, also write D2, the surprise, and with TRAIN what backward needs.
+    """
     value = out
     if NORM:
         value, rstd = norm(out, D, BD)
@@ -56,7 +60,12 @@ def state_kernel(
     MOMENTUM: tl.constexpr, NORM: tl.constexpr, RESIDUAL: tl.constexpr, GELU: tl.constexpr, TRAIN: tl.constexpr,
     SHARES: tl.constexpr, APART: tl.constexpr, ACC: tl.constexpr, OP: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """With SHARES above 1, as many programs have a block of the hidden axis each, and meet at every chunk's Z_2."""
+    """Iterate the state over the chunks, in registers. Writes the state at each chunk's start and at the end,
+    D2 and the surprise.
+
+    With SHARES above 1, that many programs share a memory. Each has a block of the hidden axis, and at every
+    chunk they exchange and add their parts of Z_2.
+    """
     m, share = tl.program_id(0).to(tl.int64), tl.program_id(1)
     d, f = tl.arange(0, BD), share * BH + tl.arange(0, BH)
     PARTS: tl.constexpr = 2 if MOMENTUM else 1
@@ -105,8 +114,9 @@ def state_stream(
     MOMENTUM: tl.constexpr, NORM: tl.constexpr, RESIDUAL: tl.constexpr, GELU: tl.constexpr, TRAIN: tl.constexpr,
     APART: tl.constexpr, ACC: tl.constexpr, OP: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """`end` holds the state while it changes. One pass over it per chunk: a block folded is read by the next chunk at
-    once.
+    """Like `state_kernel`, for a state that is kept in global memory, in `end`, while it changes. There is
+    one pass over the state per chunk: as soon as a block is updated, the next chunk's keys are multiplied by
+    it.
     """
     m = tl.program_id(0).to(tl.int64)
     d = tl.arange(0, BD)
@@ -134,7 +144,7 @@ def state_stream(
             store_layers(starts1, starts2, SIZE, S1, S2, d, f, D, HIDDEN, EVEN)
         out += dot(activate(dot(K, W1, OP, PRECISION), GELU), W2, OP, PRECISION)
     for i in tl.range(n, num_stages=1):
-        tl.debug_barrier()  # the blocks below are read back by other threads than wrote them
+        tl.debug_barrier()  # the blocks are read back by threads that did not write them
         base = m * n + i
         starts1 += PARTS * SIZE
         starts2 += PARTS * SIZE

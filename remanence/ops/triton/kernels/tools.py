@@ -1,5 +1,5 @@
 # mypy: ignore-errors
-"""What the kernels are made of: products, activations, LayerNorm, and where tokens and states stand."""
+"""Functions shared by the kernels: products, activations, LayerNorm, and the addresses of tokens and states."""
 
 from __future__ import annotations
 
@@ -9,20 +9,30 @@ import triton
 import triton.language as tl
 
 WIDEN_BFLOAT16 = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")
+"""Whether products of bfloat16 are computed in float32, as is done under Triton's interpreter."""
+
 EPS = tl.constexpr(1e-5)
+"""Added to the variance in LayerNorm."""
+
 LARGE = tl.constexpr(1e12)
+"""Rows with larger entries are scaled down to this in LayerNorm, so that their squares do not overflow."""
+
 DENSITY = tl.constexpr(0.3989422804014327)
+"""1 / sqrt(2 pi), the factor of the normal density."""
+
 ROOT_HALF = tl.constexpr(0.7071067811865476)
+"""sqrt(1/2)."""
 
-# The rows of a chunk's coefficients.
 COEF_A, COEF_R, COEF_C, COEF_S = (tl.constexpr(row) for row in range(4))
+"""The rows of a chunk's coefficients `co` ``[4 BC]``."""
 
-# One build for every length and number of heads.
 kernel = triton.jit(do_not_specialize=["L", "n", "HEADS"])
+"""Decorator for kernels. They are compiled once for all lengths and numbers of heads."""
 
 
 @triton.jit
 def dot(a, b, OP: tl.constexpr, PRECISION: tl.constexpr):
+    """Return the matrix product of a and b, both converted to the operand dtype OP."""
     a, b = a.to(OP), b.to(OP)
     if WIDEN_BFLOAT16 and tl.bfloat16 == OP:
         a, b = a.to(tl.float32), b.to(tl.float32)
@@ -31,7 +41,7 @@ def dot(a, b, OP: tl.constexpr, PRECISION: tl.constexpr):
 
 @triton.jit
 def dot_onto(x, a, b, OP: tl.constexpr, PRECISION: tl.constexpr):
-    """x + `dot`, added up where the product is made."""
+    """Return x + dot(a, b), accumulated within the product."""
     a, b = a.to(OP), b.to(OP)
     if WIDEN_BFLOAT16 and tl.bfloat16 == OP:
         a, b = a.to(tl.float32), b.to(tl.float32)
@@ -40,10 +50,13 @@ def dot_onto(x, a, b, OP: tl.constexpr, PRECISION: tl.constexpr):
 
 @triton.jit
 def onto_apart(x, a, b, go, APART: tl.constexpr, OP: tl.constexpr, PRECISION: tl.constexpr):
-    """`dot_onto`, go being above 0. With APART, in a loop of one round: Triton gives products that lead to others to
-    the warps row by row, so that eight warps hold a tile of 64 rows twice over, and computes what led to an operand
-    again in its layout. It does neither across a loop of unknown length (nor does it fetch the next round's operands
-    early around one).
+    """Return x + dot(a, b); `go` is any number above 0. With APART, the product is in a loop of one
+    iteration, which saves registers.
+
+    Triton splits products whose results enter other products by rows among the warps, so that eight warps
+    hold a tile of 64 rows twice. It also recomputes the inputs of an operand in the layout of that operand.
+    It does neither across a loop of unknown length. (Nor does it prefetch operands for the next iteration of
+    a loop around it.)
     """
     if APART:
         while go > 0:
@@ -56,6 +69,7 @@ def onto_apart(x, a, b, go, APART: tl.constexpr, OP: tl.constexpr, PRECISION: tl
 
 @triton.jit
 def dot_apart(a, b, go, APART: tl.constexpr, ACC: tl.constexpr, OP: tl.constexpr, PRECISION: tl.constexpr):
+    """Return dot(a, b), with APART in a separate loop; see `onto_apart`."""
     if APART:
         return onto_apart(tl.zeros([a.shape[0], b.shape[1]], ACC), a, b, go, APART, OP, PRECISION)
     else:
@@ -64,10 +78,11 @@ def dot_apart(a, b, go, APART: tl.constexpr, ACC: tl.constexpr, OP: tl.constexpr
 
 @triton.jit
 def rendezvous(flag, arrived):
-    """Wait until `arrived` programs have come here since the flag was 0; what each wrote before is then seen by all of
-    them.
+    """Wait until `arrived` programs in total have called this since the flag was 0. Everything that they
+    wrote before is then visible to all of them.
 
-    All of them must be on the chip at once: the launch says so (launch_cooperative_grid), or is refused.
+    All programs must be on the GPU at the same time. The launch requests this (launch_cooperative_grid) and
+    fails if it is impossible.
     """
     tl.debug_barrier()
     tl.atomic_add(flag, 1, sem="release", scope="gpu")
@@ -78,8 +93,9 @@ def rendezvous(flag, arrived):
 
 @triton.jit
 def meet(x, mail, flag, turn, share, SHARES: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr):
-    """The sum of all shares' x, added up in the same order by each. Two letter boxes in turn: nobody is two turns
-    ahead.
+    """Return the sum of x over the SHARES programs of a memory. All programs add in the same order. Two
+    buffers in `mail` are used alternately, which is enough because no program is ever two turns ahead of
+    another.
     """
     at = tl.arange(0, ROWS)[:, None] * COLS + tl.arange(0, COLS)[None, :]
     mail += (turn % 2) * SHARES * ROWS * COLS
@@ -93,11 +109,13 @@ def meet(x, mail, flag, turn, share, SHARES: tl.constexpr, ROWS: tl.constexpr, C
 
 @triton.jit
 def largest(x):
+    """Return the largest absolute value in x."""
     return tl.max(tl.abs(x))
 
 
 @triton.jit
 def activate(z, GELU: tl.constexpr):
+    """Return GELU(z), or SiLU(z) if not GELU."""
     if GELU:
         return z * (0.5 * tl.erf(z * ROOT_HALF) + 0.5)
     else:
@@ -106,6 +124,7 @@ def activate(z, GELU: tl.constexpr):
 
 @triton.jit
 def activate_with_slope(z, GELU: tl.constexpr):
+    """Return the activation and its first derivative."""
     if GELU:
         below = 0.5 * tl.erf(z * ROOT_HALF) + 0.5
         return z * below, below + z * tl.exp(-0.5 * z * z) * DENSITY
@@ -116,7 +135,7 @@ def activate_with_slope(z, GELU: tl.constexpr):
 
 @triton.jit
 def derivatives(z, GELU: tl.constexpr):
-    """act, act', act''."""
+    """Return the activation and its first and second derivatives."""
     if GELU:
         below = 0.5 * tl.erf(z * ROOT_HALF) + 0.5
         density = tl.exp(-0.5 * z * z) * DENSITY
@@ -129,7 +148,10 @@ def derivatives(z, GELU: tl.constexpr):
 
 @triton.jit
 def norm(x, D: tl.constexpr, BD: tl.constexpr):
-    """LayerNorm without gain: value, and 1 / deviation (of the row before it was shrunk into float32's squares)."""
+    """LayerNorm without gain. Returns the output and the factor 1 / standard deviation of each row. Rows with
+    very large entries are scaled down first, so that their squares do not overflow float32; the returned
+    factor includes this scale.
+    """
     shrink = tl.minimum(LARGE / tl.max(tl.abs(x), 1), 1.0)
     x = x * shrink[:, None]
     x = x - (tl.sum(x, 1) / D)[:, None]
@@ -141,7 +163,7 @@ def norm(x, D: tl.constexpr, BD: tl.constexpr):
 
 @triton.jit
 def pull(g, value, rstd, D: tl.constexpr, BD: tl.constexpr):
-    """LayerNorm's backward."""
+    """Backward of LayerNorm: return the gradient of its input, given the gradient g of its output `value`."""
     g = g - (tl.sum(g, 1) / D)[:, None] - value * (tl.sum(g * value, 1) / D)[:, None]
     if D != BD:
         g = tl.where((tl.arange(0, BD) < D)[None, :], g, 0.0)
@@ -150,10 +172,11 @@ def pull(g, value, rstd, D: tl.constexpr, BD: tl.constexpr):
 
 @triton.jit
 def pull_backward(g, e, value, rstd, w, SQUARED: tl.constexpr, D: tl.constexpr, BD: tl.constexpr):
-    """From the gradients g of pull(e) and w of the loss to those of e through pull, and of LayerNorm's source.
+    """Backward of ``pull(e)``. Given its gradient g and the gradient w of the loss, return the gradient of e
+    through `pull`, and the gradient of the LayerNorm's input.
 
-    e is the loss's slope, and so depends on the value itself where the loss is squared. Everything is a sum of g, e and
-    value with one factor per row each, so that one pass over them is enough.
+    e is the derivative of the loss, and with the squared loss it depends on `value` itself. All results are
+    sums of g, e and `value` with one factor per row each, so one pass over them is enough.
     """
     g_mean, e_mean = tl.sum(g, 1) / D, tl.sum(e, 1) / D
     gx, ex, ge = tl.sum(g * value, 1) / D, tl.sum(e * value, 1) / D, tl.sum(g * e, 1) / D
@@ -178,6 +201,7 @@ def pull_backward(g, e, value, rstd, w, SQUARED: tl.constexpr, D: tl.constexpr, 
 
 @triton.jit
 def load(ptr, rows, cols, ROWS: tl.constexpr, COLS: tl.constexpr, EVEN: tl.constexpr):
+    """Load a tile of a matrix ``[ROWS COLS]``, with zeros outside of it. EVEN means that no index is outside."""
     at = ptr + rows[:, None] * COLS + cols[None, :]
     if EVEN:
         return tl.load(at)
@@ -187,6 +211,9 @@ def load(ptr, rows, cols, ROWS: tl.constexpr, COLS: tl.constexpr, EVEN: tl.const
 
 @triton.jit
 def store(ptr, x, rows, cols, ROWS: tl.constexpr, COLS: tl.constexpr, EVEN: tl.constexpr):
+    """Store a tile of a matrix ``[ROWS COLS]``, except the part outside of it. EVEN means that no index is
+    outside.
+    """
     at = ptr + rows[:, None] * COLS + cols[None, :]
     if EVEN:
         tl.store(at, x.to(ptr.dtype.element_ty))
@@ -196,8 +223,8 @@ def store(ptr, x, rows, cols, ROWS: tl.constexpr, COLS: tl.constexpr, EVEN: tl.c
 
 @triton.jit
 def load_layers(first, second, offset, d, f, D: tl.constexpr, HIDDEN: tl.constexpr, EVEN: tl.constexpr):
-    """The hidden units f of a memory's first layer ``[d f]`` and of its second ``[f d]``, from the same offset
-    in both.
+    """Load the hidden units f of a memory's first layer ``[d f]`` and of its second ``[f d]``, from the same
+    offset in both.
     """
     return load(first + offset, d, f, D, HIDDEN, EVEN), load(second + offset, f, d, HIDDEN, D, EVEN)
 
@@ -206,52 +233,65 @@ def load_layers(first, second, offset, d, f, D: tl.constexpr, HIDDEN: tl.constex
 def store_layers(
     first, second, offset, x1, x2, d, f, D: tl.constexpr, HIDDEN: tl.constexpr, EVEN: tl.constexpr
 ):
+    """Store the hidden units f of a memory's first layer ``[d f]`` and of its second ``[f d]``, at the same
+    offset in both.
+    """
     store(first + offset, x1, d, f, D, HIDDEN, EVEN)
     store(second + offset, x2, f, d, HIDDEN, D, EVEN)
 
 
 @triton.jit
 def which(n):
-    """A program of a parallel kernel: its chunk, and its row and head. On one axis, as the others end at 65,535."""
+    """Return the chunk i, and the row and head m, of a program of a parallel kernel. The grid has one axis,
+    because the other axes of a grid are limited to 65,535.
+    """
     program = tl.program_id(0)
     return program % n, program // n
 
 
 @triton.jit
 def which_chunk(n):
-    """`which`, and the index of the chunk among those of all rows and heads."""
+    """Return i and m as in `which`, and the index of the chunk among those of all rows and heads."""
     i, m = which(n)
     return i, m, m.to(tl.int64) * n + i
 
 
 @triton.jit
 def load_coef(co, base, WHICH: tl.constexpr, BC: tl.constexpr):
-    """One of a chunk's coefficients, of every token: a and r at its answer, c and s at the chunk's end."""
+    """Load one coefficient of all tokens of a chunk: a and r apply to each token's answer, c and s to the
+    state at the chunk's end.
+    """
     return tl.load(co + base * 4 * BC + WHICH * BC + tl.arange(0, BC))
 
 
 @triton.jit
 def store_coef(co, x, base, WHICH: tl.constexpr, BC: tl.constexpr):
+    """Store one coefficient of all tokens of a chunk."""
     tl.store(co + base * 4 * BC + WHICH * BC + tl.arange(0, BC), x)
 
 
 @triton.jit
 def square_of(base, BC: tl.constexpr):
-    """Where a chunk's matrix of tokens by tokens is."""
+    """Return the offsets of a chunk's matrix of tokens by tokens ``[BC BC]``."""
     t = tl.arange(0, BC)
     return base * BC * BC + t[:, None] * BC + t[None, :]
 
 
 @triton.jit
 def clamp_factor(received, size, REACH: tl.constexpr, END: tl.constexpr):
-    """`GradientClamp`: 1 while the gradient's largest entry is below REACH times what was received, and below END."""
+    """Return the factor that scales the gradient of a state down to its limit, or 1 if it is within. The
+    limit of the largest entry `size` is the smaller of REACH times the gradient received and END; see
+    `GradientClamp`.
+    """
     factor = tl.minimum(tl.minimum(received * REACH, END) / size, 1.0)
     return tl.where(factor == factor, factor, 1.0)
 
 
 @triton.jit
 def tokens(m, i, L, HEADS, CHUNK: tl.constexpr, BC: tl.constexpr):
-    """Where the chunk's tokens stand in ``[r L heads]``, and which of the tile's rows are tokens."""
+    """Return the index of each token of a chunk in ``[r L heads]``, and a mask of the tile's rows that are
+    tokens.
+    """
     t = tl.arange(0, BC)
     token = i * CHUNK + t
     return ((m // HEADS).to(tl.int64) * L + token) * HEADS + m % HEADS, (t < CHUNK) & (token < L)
@@ -259,11 +299,13 @@ def tokens(m, i, L, HEADS, CHUNK: tl.constexpr, BC: tl.constexpr):
 
 @triton.jit
 def load_columns(ptr, at, live, cols, D: tl.constexpr):
+    """Load the columns `cols` of the tokens at `at`, with zeros where not `live` and beyond D."""
     return tl.load(ptr + at[:, None] * D + cols[None, :], mask=live[:, None] & (cols < D)[None, :], other=0.0)
 
 
 @triton.jit
 def store_columns(ptr, x, at, live, cols, D: tl.constexpr):
+    """Store the columns `cols` of the tokens at `at`, except where not `live` and beyond D."""
     tl.store(
         ptr + at[:, None] * D + cols[None, :],
         x.to(ptr.dtype.element_ty),
@@ -273,9 +315,11 @@ def store_columns(ptr, x, at, live, cols, D: tl.constexpr):
 
 @triton.jit
 def load_tokens(ptr, at, live, D: tl.constexpr, BD: tl.constexpr):
+    """Load all D channels of the tokens at `at`, padded with zeros to BD."""
     return load_columns(ptr, at, live, tl.arange(0, BD), D)
 
 
 @triton.jit
 def store_tokens(ptr, x, at, live, D: tl.constexpr, BD: tl.constexpr):
+    """Store all D channels of the tokens at `at`."""
     store_columns(ptr, x, at, live, tl.arange(0, BD), D)

@@ -1,11 +1,12 @@
-"""The operations of a layer around its memory and projections, on a GPU: convolution, gates, features, norms and rotary
-embeddings, each as one kernel. (Wide features use torch's batched matrix products, with kernels in between.)
+"""The operations of a layer other than its memory and projections, on a GPU: convolution, gates, features,
+norms and rotary embeddings. Each is one kernel. (Wide features use torch's batched matrix products, with
+kernels in between.)
 
-Weights may have a leading axis of groups, the weights of several layers. The rows of the input are then divided equally
-among the groups, in order.
+Weights may have a leading axis of groups, for the weights of several layers. The rows of the input are then
+divided equally among the groups, in order.
 
-The functions compute the same as `remanence.layers` in torch; `is_supported` tells whether they can run. They are torch
-operators, so torch.compile has no graph breaks at them, and can be differentiated once.
+The functions compute the same as `remanence.layers` does in torch; `is_supported` returns whether they can
+run. They are torch operators, so torch.compile has no graph breaks at them. They can be differentiated once.
 """
 
 from remanence.ops.triton.layer.conv import short_conv

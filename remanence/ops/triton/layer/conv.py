@@ -1,4 +1,4 @@
-"""Short causal convolutions with SiLU and unit length."""
+"""Short causal convolutions, followed by SiLU and optionally by scaling to unit length."""
 
 from __future__ import annotations
 
@@ -24,18 +24,21 @@ from remanence.runtime.state import roll_history
 
 
 def short_conv(x: Tensor, past: Tensor, weight: Tensor, heads: int, unit: bool) -> tuple[Tensor, Tensor]:
-    """``[b t w]`` to ``[b t heads e]``: SiLU of the causal convolution with `weight` ``[w taps]``, each head's vector
-    at unit length if `unit`. The first tokens' taps reach into the end of `past` ``[b s w]``, s >= taps - 1. The second
-    result is the past after x; one operator returns both, because few of x's tokens get a gradient from it.
+    """Return SiLU of the causal convolution of x ``[b t w]`` with `weight` ``[w taps]``, as ``[b t heads
+    e]``, and the past after x. If `unit`, the vector of each head is scaled to unit length.
+
+    The taps of the first tokens read the end of `past` ``[b s w]``, s >= taps - 1. One operator returns both
+    results, because the returned past gives a gradient to only a few tokens of x.
     """
     y, kept, _ = short_conv_forward(x, past, weight, heads, unit)
     return y, kept
 
 
 def _conv_tiles(name: str, weight: Tensor, heads: int) -> Constants:
+    """Return the compile-time arguments of a convolution kernel."""
     width, taps = weight.shape[-2] // heads, weight.shape[-1]
     elements = TILE[name]
-    if name == "short_conv_slopes" and taps > 4:  # a tile for every tap is held in registers
+    if name == "short_conv_slopes" and taps > 4:  # this kernel holds one tile per tap in registers
         elements = elements * 4 // next_power(taps)
     return {
         "HEADS": heads,
@@ -49,7 +52,7 @@ def _conv_tiles(name: str, weight: Tensor, heads: int) -> Constants:
 def _short_conv(
     x: Tensor, past: Tensor, weight: Tensor, heads: int, unit: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The results, and the part of the past that was used, for backward."""
+    """Return the results of `short_conv` and, for backward, the part of `past` that was read."""
     kept = roll_history(past, x)
     past = past[:, past.shape[1] - weight.shape[-1] + 1 :].to(x.dtype, copy=True)
     x, past, weight = (tensor.contiguous() for tensor in (x, past, weight))
@@ -82,7 +85,9 @@ def _short_conv_backward(
     unit: bool,
     like: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """`past` is the part that was used, `like` has the shape of all of it."""
+    """Return the gradients of x, of the whole past, and of the weight. `past` is the part that was read;
+    `like` has the length and dtype of the whole past. `g_kept` is None if the returned past has no gradient.
+    """
     g_y, x, past, weight = (tensor.contiguous() for tensor in (g_y, x, past, weight))
     rows, tokens, width = x.shape
     taps, (groups, per) = weight.shape[-1], group_sizes(weight, 2, rows)
@@ -108,6 +113,7 @@ def _short_conv_backward(
 
 
 def _save_conv(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    """Save the inputs for backward. An empty tensor stands for the length and dtype of the whole past."""
     x, past, weight, *ctx.constants = inputs
     ctx.set_materialize_grads(False)
     ctx.mark_non_differentiable(output[2])
@@ -116,6 +122,7 @@ def _save_conv(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) ->
 
 
 def _conv_gradient(ctx: Any, g_y: Tensor | None, g_kept: Tensor | None, _: None) -> tuple[Any, ...]:
+    """Return the gradient of every argument of the operator, None for those without one."""
     x, past, weight, like = ctx.saved_tensors
     g_y = x.new_zeros(ctx.shape) if g_y is None else g_y
     return *short_conv_backward(g_y, g_kept, x, past, weight, *ctx.constants, like), None, None

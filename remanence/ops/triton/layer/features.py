@@ -1,6 +1,7 @@
-"""The features of keys: the fixed first layers of a deep memory.
+"""Features of keys: the fixed first layers of a deep memory.
 
-Narrow heads take one kernel. Wide ones use torch's batched products, with kernels in between.
+For narrow heads one kernel computes everything. Wide heads use torch's batched products, with kernels in
+between.
 """
 
 from __future__ import annotations
@@ -27,25 +28,28 @@ from remanence.ops.triton.layer.tiles import (
 from remanence.ops.triton.resources import Constants, Launch, recording
 
 FEATURE_PARTS, FEATURE_PART = 16, 512
-"""The most parts that a product over tokens is split into, and the fewest tokens of one. One product per head would use
-few of the GPU's processors, and would add everything up in bfloat16.
+"""The most parts that a product over tokens is split into, and the fewest tokens in a part. A single product
+per head would use few of the GPU's processors, and would give the whole sum in bfloat16.
 """
 
 
 def key_features(x: Tensor, up: Tensor, down: Tensor) -> Tensor:
-    """One layer of features: `up` ``[h e 2*o]`` makes gated features at unit length of x ``[b t h e]``, `down`
-    ``[h o e]`` projects them back, and x plus that is normalized to unit length.
+    """Apply one layer of features to keys x ``[b t h e]``; returns keys of the same shape. `up` ``[h e 2*o]``
+    gives gated features, which are scaled to unit length. `down` ``[h o e]`` projects them back, and the sum
+    of x and the projection is scaled to unit length.
     """
     return key_features_forward(x, up, down)
 
 
 def _fits_one_processor(x: Tensor, down: Tensor) -> bool:
-    """Whether one processor can hold the weights of a head beside a tile of keys."""
+    """Whether the weights of a head and a tile of keys fit together on one processor."""
     return max(x.shape[-1], down.shape[-2]) <= (128 if x.dtype == torch.bfloat16 else 64)
 
 
 def _key_features_tiles(x: Tensor, down: Tensor, backward: bool) -> Constants:
-    """For wide heads backward has one program per processor and forward two, so that no register is spilled."""
+    """Return the compile-time arguments of the fused kernels. For wide heads, one backward program or two
+    forward programs run on a processor, so that no registers are spilled.
+    """
     count, width = down.shape[-2:]
     narrow = x.dtype == torch.bfloat16
     wide = narrow and max(count, width) > 64
@@ -66,6 +70,7 @@ def _key_features_tiles(x: Tensor, down: Tensor, backward: bool) -> Constants:
 
 
 def _fused_key_features(x: Tensor, up: Tensor, down: Tensor) -> Tensor:
+    """`key_features` in one kernel, for narrow heads."""
     x, up, down = (tensor.to(x.dtype).contiguous() for tensor in (x, up, down))
     groups, per = group_sizes(up, 3, x.shape[0] * x.shape[1])
     constants, y = _key_features_tiles(x, down, False), torch.empty_like(x)
@@ -85,6 +90,7 @@ def _fused_key_features(x: Tensor, up: Tensor, down: Tensor) -> Tensor:
 def _fused_key_features_backward(
     g_y: Tensor, x: Tensor, up: Tensor, down: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the gradients of x, `up` and `down` for narrow heads."""
     g_y, x, narrow_up, narrow_down = (tensor.to(x.dtype).contiguous() for tensor in (g_y, x, up, down))
     groups, per = group_sizes(up, 3, x.shape[0] * x.shape[1])
     constants, count = _key_features_tiles(x, down, True), down.shape[-2]
@@ -104,6 +110,9 @@ def _fused_key_features_backward(
 
 
 def _key_features_launch(name: str, tokens: Any, heads: int, *tensors: Any, **constants: Any) -> None:
+    """Launch a kernel over `tokens` tokens of `heads` heads, with tiles that fit the number of features or
+    channels.
+    """
     size = constants["COUNT" if "COUNT" in constants else "D"]
     constants |= {
         "BC" if "COUNT" in constants else "BD": next_power(size),
@@ -113,9 +122,11 @@ def _key_features_launch(name: str, tokens: Any, heads: int, *tensors: Any, **co
 
 
 def _key_features_products(x: Tensor, up: Tensor, down: Tensor, room: Any) -> tuple[Tensor, Tensor, Tensor]:
-    """By heads: the products z, their unit features (with room for so many tokens), and what these add to x."""
+    """Return three tensors with heads as the leading axis: the products z with `up`, the features at unit
+    length (padded with zeros to `room` tokens), and their projection, which is to be added to x.
+    """
     groups = up.shape[0] // x.shape[2]
-    # Of one group a view, else a copy.
+    # A view if there is one group, otherwise a copy.
     by_heads = x.flatten(0, 1).unflatten(0, (groups, -1)).transpose(1, 2).flatten(0, 1)
     heads, n, width = by_heads.shape
     z = torch.bmm(by_heads, up)
@@ -127,30 +138,36 @@ def _key_features_products(x: Tensor, up: Tensor, down: Tensor, room: Any) -> tu
 
 
 def _key_features(x: Tensor, up: Tensor, down: Tensor) -> Tensor:
+    """The implementation of `key_features`."""
     if _fits_one_processor(x, down):
         return _fused_key_features(x, up, down)
     x, up, down = x.contiguous(), up.flatten(0, -3).to(x.dtype), down.flatten(0, -3).to(x.dtype)
     rows, tokens, heads, width = x.shape
     y, n = torch.empty_like(x), rows * tokens * heads // len(up)
-    with torch.autocast(x.device.type, enabled=False):  # x has the dtype that products are to have
+    with torch.autocast(x.device.type, enabled=False):  # products are computed in the dtype of x
         _, _, added = _key_features_products(x, up, down, n)
     _key_features_launch("key_features_added", n, len(up), x, added, y, n, HEADS=heads, D=width)
     return y
 
 
 def _padded_tokens(n: int) -> tuple[int, int]:
-    """How many parts products over n tokens have, and how many tokens all parts together, the last one padded."""
+    """Return how many parts a product over n tokens is split into, and the number of tokens in all parts
+    together, including padding.
+    """
     parts = min(FEATURE_PARTS, -(-n // FEATURE_PART))
     return parts, parts * -(-n // parts)
 
 
 def _product_over_tokens(a: Tensor, b: Tensor, parts: int) -> Tensor:
-    """``[h t i]`` and ``[h t o]`` to ``[h i o]``, parts of the tokens added up in float32 at least."""
+    """Return the product of a ``[h t i]`` and b ``[h t o]`` over the tokens, ``[h i o]``. The results of the
+    parts are summed in float32 or float64.
+    """
     a, b = (side.reshape(len(side) * parts, -1, side.shape[-1]) for side in (a, b))
     return torch.bmm(a.mT, b).unflatten(0, (-1, parts)).sum(1, dtype=sum_dtype(a))
 
 
 def _key_features_backward(g_y: Tensor, x: Tensor, up: Tensor, down: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the gradients of x, `up` and `down`."""
     if _fits_one_processor(x, down):
         return _fused_key_features_backward(g_y, x, up, down)
     g_y, x, narrow_up, narrow_down = (
@@ -177,7 +194,7 @@ def _key_features_backward(g_y: Tensor, x: Tensor, up: Tensor, down: Tensor) -> 
         constants = {"COUNT": down.shape[-2], "SCALE": math.sqrt(width)}
         _key_features_launch("key_features_gated_backward", room, every, z, g_u, g_z, n, room, **constants)
         g_up = _product_over_tokens(turned, g_z, parts).view_as(up).to(up.dtype)
-        for group in range(every // heads):  # of one group a view that a product can be added to
+        for group in range(every // heads):  # a group's part of g_x is a view and can be added to
             part = slice(group * heads, (group + 1) * heads)
             g_x.flatten(0, 1)[group * n : (group + 1) * n].transpose(0, 1).baddbmm_(
                 g_z[part, :n], narrow_up[part].mT
@@ -186,16 +203,21 @@ def _key_features_backward(g_y: Tensor, x: Tensor, up: Tensor, down: Tensor) -> 
 
 
 def _key_features_shape(x: Tensor, up: Tensor, down: Tensor) -> Tensor:
+    """Return an uninitialised result of `key_features`, for fake tensors."""
     return x.new_empty(x.shape)
 
 
 def _key_features_shapes(g_y: Tensor, x: Tensor, up: Tensor, down: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Not the function itself, whose number of parts would bind a graph to its number of tokens."""
+    """Return uninitialised gradients, for fake tensors. The real backward is not traced, because its number
+    of parts would tie a compiled graph to one number of tokens.
+    """
     return x.new_empty(x.shape), up.new_empty(up.shape), down.new_empty(down.shape)
 
 
 def key_features_launches(heads: int, width: int, count: int, op: torch.dtype, arch: int) -> list[Launch]:
-    """The kernels of `key_features` and its gradient as they are launched on a chip; nothing runs."""
+    """Return the kernels that `key_features` and its gradient launch on a compute capability. The launches
+    are recorded with fake tensors; nothing runs.
+    """
     chip = recorded_chip.set(arch)
     with FakeTensorMode(), torch.device("cpu"), recording() as recorded:
         x, up, down = (

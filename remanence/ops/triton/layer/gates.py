@@ -1,4 +1,4 @@
-"""Logarithms of gates from a layer's input."""
+"""Compute the logarithms of gates from a layer's input."""
 
 from __future__ import annotations
 
@@ -14,14 +14,17 @@ from remanence.ops.triton.layer.tiles import PARTS, group_sizes, next_power, spl
 from remanence.ops.triton.resources import Constants
 
 GATE_TILE = {"gates_kernel": (64, 32), "gates_slopes": (64, 0), "gates_backward": (32, 64)}
-"""Tokens and channels of the input in one tile; half of each for more than 64 gates."""
+"""Tokens and input channels in one tile, by kernel (0 if the kernel does not tile the channels). Both are
+halved for more than 64 gates.
+"""
 
 
 def log_gates(
     x: Tensor, weight: Tensor, bias: Tensor, heads: int, flipped: Sequence[bool]
 ) -> tuple[Tensor, ...]:
-    """``[b t d]`` to one ``[b t heads]`` for each entry of `flipped`, float32 at least: log sigmoid of the logits, of
-    their negatives where flipped.
+    """Return one tensor of log gates ``[b t heads]`` for each entry of `flipped`, from the input ``[b t d]``.
+    A log gate is the log-sigmoid of its logit, or of minus its logit where `flipped` is true, in float32 or
+    float64.
     """
     logs, *_ = gates_forward(
         x, weight, bias, heads, sum(1 << gate for gate, flip in enumerate(flipped) if flip)
@@ -30,6 +33,7 @@ def log_gates(
 
 
 def _gate_tiles(name: str, weight: Tensor, heads: int, flipped: int) -> Constants:
+    """Return the compile-time arguments of a gate kernel. Bit i of `flipped` is set if gate i is flipped."""
     count, dim = weight.shape[-2:]
     block = max(16, next_power(count))
     tokens, channels = (size // (1 if block <= 64 else 2) for size in GATE_TILE[name])
@@ -46,6 +50,9 @@ def _gate_tiles(name: str, weight: Tensor, heads: int, flipped: int) -> Constant
 def _gates(
     x: Tensor, weight: Tensor, bias: Tensor, heads: int, flipped: int
 ) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the log gates ``[gates b t heads]`` and, for backward, the logits ``[n gates*heads]`` and the
+    scale of each token's input ``[n]`` (n is b times t).
+    """
     x, weight, bias = (tensor.contiguous() for tensor in (x, weight, bias))
     count, n = weight.shape[-2], x.shape[0] * x.shape[1]
     groups, per = group_sizes(weight, 2, n)
@@ -53,7 +60,7 @@ def _gates(
     logs = torch.empty((count // heads, *x.shape[:2], heads), **like)
     logits, scales = torch.empty((n, count), **like), torch.empty((n,), **like)
     constants = _gate_tiles("gates_kernel", weight, heads, flipped)
-    constants["TERMS"] = 18 if x.dtype == torch.float64 else 9  # of a series, to the dtype's last digit
+    constants["TERMS"] = 18 if x.dtype == torch.float64 else 9  # of the series in `_log_sigmoid`
     grid = (-(-per // constants["BT"]), groups)
     tiles.launch_kernel(
         "gates_kernel", grid, x, weight, bias, logs, logits, scales, n, per, stages=3, **constants
@@ -71,6 +78,7 @@ def _gates_backward(
     heads: int,
     flipped: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the gradients of the input, the weight and the bias."""
     g_logs, x, weight, bias = (tensor.contiguous() for tensor in (g_logs, x, weight, bias))
     (n, count), dim = logits.shape, weight.shape[-1]
     groups, per = group_sizes(weight, 2, n)
@@ -114,3 +122,4 @@ gates_forward = register_differentiable(
     "int heads, int flipped",
     extra=2,
 )
+"""The differentiable operator ``log_gates``: takes and returns what `_gates` does."""

@@ -1,4 +1,4 @@
-"""Products of each head with a matrix of its own."""
+"""Matrix products in which each head has its own matrix."""
 
 from __future__ import annotations
 
@@ -21,12 +21,16 @@ from remanence.ops.triton.resources import Constants
 
 
 def per_head_matmul(x: Tensor, weight: Tensor, base: Tensor | None = None) -> Tensor:
-    """Each head of x ``[b t h i]`` times its matrix ``[h i o]``, in x's dtype, plus `base` ``[b t h o]`` if given."""
+    """Return each head of x ``[b t h i]`` times its matrix in `weight` ``[h i o]``, in the dtype of x. `base`
+    ``[b t h o]`` is added if given.
+    """
     return heads_forward(x, weight, base)
 
 
 def _head_tiles(x: Tensor, inputs: int, outputs: int) -> Constants:
-    """Tiles of products by heads: complete rows of x, and as much of the matrix as fits beside them."""
+    """Return the compile-time arguments of `heads_kernel`. A tile has complete rows of x, and as many columns
+    of the matrix as fit beside them.
+    """
     narrow = x.dtype == torch.bfloat16
     block = min(product_side(outputs, x), 128 if narrow else 64)
     constants = {
@@ -41,10 +45,14 @@ def _head_tiles(x: Tensor, inputs: int, outputs: int) -> Constants:
 
 
 def _heads(x: Tensor, weight: Tensor, base: Tensor | None) -> Tensor:
+    """The implementation of `per_head_matmul`."""
     return heads_product(x, weight, base, False)
 
 
 def heads_product(x: Tensor, weight: Tensor, base: Tensor | None, turned: bool) -> Tensor:
+    """Multiply each head of x by its matrix, or by the transposed matrix if `turned`, and add `base` unless
+    it is None.
+    """
     x, weight = x.contiguous(), weight.to(x.dtype).contiguous()
     base = None if base is None else base.contiguous()
     inputs, outputs = weight.shape[-2:][::-1] if turned else weight.shape[-2:]
@@ -60,11 +68,13 @@ def heads_product(x: Tensor, weight: Tensor, base: Tensor | None, turned: bool) 
 
 
 HEAD_PROGRAMS = 528
-"""The most programs that a product over tokens is split between: four per processor of a large GPU."""
+"""The most programs among which a product over tokens is split: four per processor of a large GPU."""
 
 
 def heads_weight_gradient(x: Tensor, g: Tensor, weight: Tensor) -> Tensor:
-    """The gradient of `weight` in ``per_head_matmul(x, weight)``."""
+    """Return the gradient of `weight` in ``per_head_matmul(x, weight)``, where g is the gradient of the
+    result.
+    """
     inputs, outputs = weight.shape[-2:]
     groups, per = group_sizes(weight, 3, x.shape[0] * x.shape[1])
     side = 128 if x.dtype == torch.bfloat16 else 64
@@ -85,16 +95,19 @@ def heads_weight_gradient(x: Tensor, g: Tensor, weight: Tensor) -> Tensor:
 
 
 def _heads_backward(g_y: Tensor, x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the gradients of x and of the weight."""
     g_y, x = g_y.contiguous(), x.contiguous()
     return heads_product(g_y.to(x.dtype), weight, None, True), heads_weight_gradient(x, g_y, weight)
 
 
 def _save_heads(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    """Save x, the weight, and the dtype of `base` (None if there is no base) for backward."""
     ctx.save_for_backward(*inputs[:2])
     ctx.base = None if inputs[2] is None else inputs[2].dtype
 
 
 def _heads_gradient(ctx: Any, g: Tensor) -> tuple[Any, ...]:
+    """Return the gradients of x, the weight and the base (None if there is no base)."""
     return *heads_backward(g, *ctx.saved_tensors), g.to(ctx.base) if ctx.base is not None else None
 
 

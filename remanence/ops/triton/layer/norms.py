@@ -1,4 +1,4 @@
-"""RMSNorm over heads and over whole vectors, alone or times a gate."""
+"""RMSNorm over each head or over complete vectors, alone or multiplied by a gate."""
 
 from __future__ import annotations
 
@@ -22,21 +22,26 @@ from remanence.ops.triton.resources import Constants
 
 
 def gated_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """RMSNorm of x ``[b t heads e]`` with a gain, times SiLU of `gate` ``[b t heads*e]``, and shaped like that."""
+    """Return RMSNorm of x ``[b t heads e]`` with gain `weight`, times SiLU of `gate` ``[b t heads*e]``. The
+    result has the shape of `gate`.
+    """
     return gated_norm_forward(x, gate, weight, eps)
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, dtype: torch.dtype) -> Tensor:
-    """RMSNorm over the last axis with a gain, in float32 at least, the result in `dtype`."""
+    """Return RMSNorm over the last axis with gain `weight`, computed in float32 or float64, with the result
+    in `dtype`.
+    """
     return rms_norm_forward(x, weight, eps, dtype)
 
 
 def sigmoid_gated_norm(x: Tensor, m: Tensor, weight: Tensor, gain: Tensor, eps: float) -> Tensor:
-    """RMSNorm of x with the one gain, times the sigmoid of RMSNorm of m with the other."""
+    """Return RMSNorm of x with gain `weight`, times the sigmoid of RMSNorm of m with gain `gain`."""
     return sigmoid_gated_norm_forward(x, m, weight, gain, eps)
 
 
 def _norm_tiles(name: str, width: int, eps: float) -> Constants:
+    """Return the compile-time arguments of a norm kernel."""
     return {"D": width, "BD": next_power(width), "BT": max(1, TILE[name] // next_power(width)), "EPS": eps}
 
 
@@ -54,6 +59,7 @@ def _gated_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
 def _gated_norm_backward(
     g_y: Tensor, x: Tensor, gate: Tensor, weight: Tensor, eps: float
 ) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the gradients of x, the gate and the weight."""
     g_y, x, gate, weight = (tensor.contiguous() for tensor in (g_y, x, gate, weight))
     constants = _norm_tiles("gated_norm_backward", x.shape[-1], eps)
     groups, per = group_sizes(weight, 1, x.numel() // x.shape[-1])
@@ -78,7 +84,9 @@ def _gated_norm_backward(
 
 
 def _wide_norm(name: str, weight: Tensor, n: int, eps: float) -> tuple[Constants, int, int]:
-    """Tiles of a norm over complete vectors, its groups, and how many vectors each has."""
+    """Return the compile-time arguments of a norm over complete vectors, the number of groups, and the number
+    of vectors in each group. `n` is the number of vectors.
+    """
     groups, per = group_sizes(weight, 1, n)
     constants = _norm_tiles(name, weight.shape[-1], eps)
     constants["warps"] = max(4, min(16, constants["BD"] * constants["BT"] // 512))
@@ -96,6 +104,7 @@ def _rms_norm(x: Tensor, weight: Tensor, eps: float, dtype: torch.dtype) -> Tens
 
 
 def _rms_norm_backward(g_y: Tensor, x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """Return the gradients of x and of the weight."""
     g_y, x, weight = (tensor.contiguous() for tensor in (g_y, x, weight))
     constants, groups, per = _wide_norm("rms_norm_backward", weight, x.numel() // x.shape[-1], eps)
     parts, steps = split_tiles(-(-per // constants["BT"]), max(1, PARTS["rms_norm"] // groups))
@@ -130,6 +139,7 @@ def _sigmoid_gated_norm(x: Tensor, m: Tensor, weight: Tensor, gain: Tensor, eps:
 def _sigmoid_gated_norm_backward(
     g_y: Tensor, x: Tensor, m: Tensor, weight: Tensor, gain: Tensor, eps: float
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return the gradients of x, m, `weight` and `gain`."""
     g_y, x, m, weight, gain = (tensor.contiguous() for tensor in (g_y, x, m, weight, gain))
     constants, groups, per = _wide_norm("sigmoid_gated_norm_backward", weight, x.numel() // x.shape[-1], eps)
     parts, steps = split_tiles(-(-per // constants["BT"]), max(1, PARTS["rms_norm"] // groups))
@@ -147,6 +157,7 @@ def _sigmoid_gated_norm_backward(
 
 
 def _save_norm(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    """Save x, the weight and eps for backward."""
     ctx.save_for_backward(*inputs[:2])
     ctx.eps = inputs[2]
 

@@ -1,4 +1,4 @@
-"""SwiGLU and rotary positions."""
+"""SwiGLU and rotary position embeddings."""
 
 from __future__ import annotations
 
@@ -13,16 +13,19 @@ from remanence.ops.triton.layer.tiles import TILE, next_power
 
 
 def swiglu(gate: Tensor, up: Tensor) -> Tensor:
-    """SiLU of the one times the other."""
+    """Return SiLU of `gate`, times `up`."""
     return swiglu_forward(gate, up)
 
 
 def rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """x ``[r t h e]`` with channel pairs (i, i + e/2) rotated by angles ``[r or 1, t, e/2]``, which get no gradient."""
+    """Return x ``[r t h e]`` with each pair of channels (i, i + e/2) rotated by an angle. `cos` and `sin` are
+    those of the angles ``[r or 1, t, e/2]``; they get no gradient.
+    """
     return rotary_forward(x, cos, sin, False)
 
 
 SWIGLU_BLOCK = 2048
+"""Elements that one program of the SwiGLU kernels processes."""
 
 
 def _swiglu(gate: Tensor, up: Tensor) -> Tensor:
@@ -44,6 +47,7 @@ def _swiglu_backward(g_y: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Ten
 
 
 def _rotary(x: Tensor, cos: Tensor, sin: Tensor, back: bool) -> Tensor:
+    """Rotate by the angles, or by minus the angles if `back` (the gradient)."""
     x = x if x.stride(-1) == 1 else x.contiguous()
     cos, sin = cos.contiguous(), sin.contiguous()
     rows, tokens, heads, width = x.shape
@@ -74,6 +78,7 @@ def _rotary(x: Tensor, cos: Tensor, sin: Tensor, back: bool) -> Tensor:
 
 
 def _save_angles(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    """Save the angles for backward; x itself is not needed."""
     ctx.save_for_backward(*inputs[1:3])
     ctx.back = inputs[3]
 

@@ -1,23 +1,25 @@
 # mypy: ignore-errors
-"""What stands around the memory in its layer, each as one pass over its tensors: what a kernel reads it reads from
-memory once.
+"""Kernels of the operations around the memory in its layer. Each kernel loads its inputs from global memory
+only once.
 
-    short_conv_kernel     causal depthwise convolution, SiLU, and unit length per head
-    gates_kernel          logits of the input at unit mean square, and their log-sigmoids
-    gated_norm_kernel     RMSNorm per head times SiLU of another tensor
-    rms_norm_kernel       RMSNorm of whole vectors
-    sigmoid_gated_norm_kernel           RMSNorm of one tensor times a sigmoid of another's
-    swiglu_kernel         SiLU of one tensor times another
-    rotary_kernel         pairs of channels turned by an angle
-    heads_kernel          each head times a matrix of its own
-    key_features_kernel   unit keys to unit features in one kernel (for narrow ones, whose weights fit a processor)
-    key_features_gated    unit features from the products that torch made of unit keys
-    key_features_added    the sum of keys and torch's products of their features, normalised to length 1
+    short_conv_kernel            causal depthwise convolution, SiLU, and scaling to unit length per head
+    gates_kernel                 logits from the input scaled to unit mean square, and their log-sigmoids
+    gated_norm_kernel            RMSNorm per head times SiLU of another tensor
+    rms_norm_kernel              RMSNorm of complete vectors
+    sigmoid_gated_norm_kernel    RMSNorm of one tensor times the sigmoid of RMSNorm of another
+    swiglu_kernel                SiLU of one tensor times another
+    rotary_kernel                rotation of pairs of channels by an angle
+    heads_kernel                 product of each head with its own matrix
+    key_features_kernel          unit keys to unit features in one kernel (for narrow heads, whose weights
+                                 fit on one processor)
+    key_features_gated           unit features from the products of unit keys, which torch computes
+    key_features_added           the sum of keys and the projections of their features, scaled to unit length
 
-Weights may come in groups, one for each of so many rows or tokens in a row (`per`): several layers' at once.
+Weights may have several groups, for several layers at once. Each group applies to `per` consecutive rows or
+tokens.
 
-Backward computes again what forward did not write. Sums over tokens (the weights' gradients) are taken per program and
-added up by torch: no atomics, so that two runs agree bit for bit.
+Backward recomputes what forward did not save. Sums over tokens (the gradients of weights) are computed per
+program and then added by torch. No atomics are used, so two runs give identical results.
 """
 
 from remanence.ops.triton.kernels.layer.conv import short_conv_kernel, short_conv_slopes, short_conv_turned

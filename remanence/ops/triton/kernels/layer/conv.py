@@ -1,5 +1,5 @@
 # mypy: ignore-errors
-"""Short causal convolutions with SiLU and unit length per head."""
+"""Short causal convolutions, followed by SiLU and optionally by scaling to unit length per head."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def _inputs(
     LEAD: tl.constexpr,
     ACC: tl.constexpr,
 ):
-    """The tokens `at` of one row and head; those before the first are the last of the past."""
+    """Load the tokens `at` of one row and head. Negative indices are in `past`, whose last token is at -1."""
     new = load_tile(x, at, (at >= 0) & (at < L), cols, D, BD, HEADS * D, ACC)
     if LEAD > 0:
         return new + load_tile(past, at + LEAD, (at < 0) & (at >= -LEAD), cols, D, BD, HEADS * D, ACC)
@@ -37,6 +37,9 @@ def short_conv_kernel(
     HEADS: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, BT: tl.constexpr, TAPS: tl.constexpr, UNIT: tl.constexpr,
     ACC: tl.constexpr,
 ):  # fmt: skip
+    """Compute the convolution, SiLU, and with UNIT the scaling to unit length, for a tile of tokens of one
+    row and head.
+    """
     head, row = tl.program_id(0) % HEADS, tl.program_id(1).to(tl.int64)
     t, cols = (tl.program_id(0) // HEADS).to(tl.int64) * BT + tl.arange(0, BT), tl.arange(0, BD)
     base, before = row * L * HEADS * D + head * D, row * (TAPS - 1) * HEADS * D + head * D
@@ -57,7 +60,9 @@ def short_conv_slopes(
     HEADS: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, BT: tl.constexpr, TAPS: tl.constexpr, UNIT: tl.constexpr,
     ACC: tl.constexpr,
 ):  # fmt: skip
-    """The convolution's own gradient g_z, and with it the weights'."""
+    """Write the gradient g_z of the convolution's result before SiLU, and each program's part of the gradient
+    of the weight.
+    """
     head, part, row = tl.program_id(0) % HEADS, tl.program_id(0) // HEADS, tl.program_id(1).to(tl.int64)
     cols = tl.arange(0, BD)
     base, before = row * L * HEADS * D + head * D, row * (TAPS - 1) * HEADS * D + head * D
@@ -65,7 +70,7 @@ def short_conv_slopes(
     sums = (tl.zeros([BT, BD], ACC),) * TAPS
     for step in range(steps):
         t = (part * steps + step).to(tl.int64) * BT + tl.arange(0, BT)
-        inputs, z = (), tl.zeros([BT, BD], ACC)  # tuples grow by sums: Triton knows no unpacking
+        inputs, z = (), tl.zeros([BT, BD], ACC)  # tuples are extended by +, because Triton has no unpacking
         for back in tl.static_range(TAPS):
             w = load_vector(weight + head * D * TAPS + TAPS - 1 - back, cols, D, BD, TAPS, ACC)
             taken = _inputs(x + base, past + before, t - back, L, cols, HEADS, D, BD, TAPS - 1, ACC)
@@ -94,8 +99,8 @@ def short_conv_turned(
     g_z, weight, g_x, g_past, L, per,
     HEADS: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, BT: tl.constexpr, TAPS: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
-    """A token's gradient is of itself and the TAPS - 1 after it; the past's too, which is the first tile's
-    beginning.
+    """Write the gradients of x and of the past. The gradient of a token is a sum over g_z at the token and
+    the TAPS - 1 tokens after it. The past is at the beginning of the first tile.
     """
     LEAD: tl.constexpr = TAPS - 1
     head, row = tl.program_id(0) % HEADS, tl.program_id(1).to(tl.int64)

@@ -1,5 +1,5 @@
 # mypy: ignore-errors
-"""Features of unit keys: gated, at unit length, projected back and added to the keys."""
+"""Features of unit keys: gated, scaled to unit length, projected back and added to the keys."""
 
 from __future__ import annotations
 
@@ -16,11 +16,12 @@ def _features(
     HEADS: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, COUNT: tl.constexpr, BC: tl.constexpr, BT: tl.constexpr,
     SCALE: tl.constexpr, APART: tl.constexpr, ACC: tl.constexpr, OP: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Of keys x: gate, value, features at length 1 and what they were divided by, keys and features added up, likewise.
+    """Return, for keys x: the gate, the value, the features at unit length and the factor that scaled them,
+    and the sum of keys and projected features at unit length and the factor that scaled it.
 
-    By slices of the keys: what is loaded in a loop needs no registers on its way.
+    The keys are loaded in slices, in a loop, because loads in a loop need no registers before they are used.
     """
-    SLICE: tl.constexpr = 64 if BD >= 64 else BD  # rows of 128 bytes, if there are so many
+    SLICE: tl.constexpr = 64 if BD >= 64 else BD  # rows of at least 128 bytes, if the keys are wide enough
     gate, value = tl.zeros([BT, BC], ACC), tl.zeros([BT, BC], ACC)
     for first in range(0, BD, SLICE):
         some = first + tl.arange(0, SLICE)
@@ -36,7 +37,7 @@ def _features(
     y = dot_apart(u, load_block(down, inner, cols, COUNT, D, D, OP), go, APART, ACC, OP, PRECISION)
     y += load_tile(x, t, live, cols, D, BD, HEADS * D, ACC)
     other = tl.rsqrt(tl.sum(y * y, 1) + UNIT_EPS)[:, None]
-    # The first two wait: narrow, they take half the registers.
+    # The first two are used late: in OP, they need fewer registers until then.
     return (
         gate.to(OP),
         value.to(OP),
@@ -53,6 +54,7 @@ def key_features_kernel(
     HEADS: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, COUNT: tl.constexpr, BC: tl.constexpr, BT: tl.constexpr,
     SCALE: tl.constexpr, APART: tl.constexpr, ACC: tl.constexpr, OP: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
+    """Compute a layer of features for a tile of tokens of one head."""
     head = tl.program_id(1).to(tl.int64)
     group, own = head // HEADS, head % HEADS
     t = group * per + tl.program_id(0).to(tl.int64) * BT + tl.arange(0, BT)
@@ -88,8 +90,8 @@ def key_features_slopes(
     HEADS: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, COUNT: tl.constexpr, BC: tl.constexpr, BT: tl.constexpr,
     SCALE: tl.constexpr, APART: tl.constexpr, ACC: tl.constexpr, OP: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """By tokens, the gradients of the sum and of the products with `up`, from which products make the keys' and the
-    weights'; and the features, for the weights'.
+    """Write, for each token, the gradients of the sum (g_sum) and of the products with `up` (g_z), and the
+    features (u_out). Other kernels compute the gradients of the keys and the weights from these.
     """
     head = tl.program_id(1).to(tl.int64)
     group, own = head // HEADS, head % HEADS
@@ -134,6 +136,7 @@ def key_features_slopes(
 
 @triton.jit
 def _halves(z, t, live, cols, COUNT: tl.constexpr, BC: tl.constexpr, SCALE: tl.constexpr, ACC: tl.constexpr):
+    """Load the gate and the value, which are the two halves of z, times SCALE."""
     gate = load_tile(z, t, live, cols, COUNT, BC, 2 * COUNT, ACC)
     return SCALE * gate, SCALE * load_tile(z + COUNT, t, live, cols, COUNT, BC, 2 * COUNT, ACC)
 
@@ -142,7 +145,9 @@ def _halves(z, t, live, cols, COUNT: tl.constexpr, BC: tl.constexpr, SCALE: tl.c
 def key_features_gated(
     z, u, n, room, COUNT: tl.constexpr, BC: tl.constexpr, BT: tl.constexpr, SCALE: tl.constexpr, ACC: tl.constexpr
 ):  # fmt: skip
-    """From ``[h n 2*COUNT]`` to ``[h room COUNT]``, zeros where there is room for more than n tokens."""
+    """Compute unit features ``[h room COUNT]`` from products z ``[h n 2*COUNT]``. Tokens from n on are filled
+    with zeros.
+    """
     head = tl.program_id(1).to(tl.int64)
     t, cols = tl.program_id(0).to(tl.int64) * BT + tl.arange(0, BT), tl.arange(0, BC)
     gate, up = _halves(z + head * n * 2 * COUNT, t, t < n, cols, COUNT, BC, SCALE, ACC)
@@ -155,7 +160,7 @@ def key_features_gated(
 def key_features_gated_backward(
     z, g_u, g_z, n, room, COUNT: tl.constexpr, BC: tl.constexpr, BT: tl.constexpr, SCALE: tl.constexpr, ACC: tl.constexpr  # noqa: E501
 ):  # fmt: skip
-    """g_z has the room, g_u has not."""
+    """Write the gradient of z as ``[h room 2*COUNT]``, padded with zeros. g_u ``[h n COUNT]`` is not padded."""
     head = tl.program_id(1).to(tl.int64)
     t, cols = tl.program_id(0).to(tl.int64) * BT + tl.arange(0, BT), tl.arange(0, BC)
     gate, up = _halves(z + head * n * 2 * COUNT, t, t < n, cols, COUNT, BC, SCALE, ACC)
@@ -174,7 +179,9 @@ def key_features_gated_backward(
 def key_features_added(
     x, added, y, n, HEADS: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, BT: tl.constexpr, ACC: tl.constexpr
 ):  # fmt: skip
-    """x and y stand by tokens, ``[g n h D]``; what is added stands by heads, ``[g h n D]``."""
+    """Add the keys and the projected features and scale the sum to unit length. x and y are ``[g n h D]``,
+    with tokens before heads; `added` is ``[g h n D]``.
+    """
     head = tl.program_id(1).to(tl.int64)
     t, cols = tl.program_id(0).to(tl.int64) * BT + tl.arange(0, BT), tl.arange(0, BD)
     place = (head // HEADS * n * HEADS + head % HEADS) * D
@@ -190,8 +197,9 @@ def key_features_added_backward(
     g_y, x, added, g_x, g_sum, turned, n, room,
     HEADS: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, BT: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
-    """The sum's gradient by tokens, where the key's is added up, and by heads; and x by heads, too: with room, for
-    products over parts of the tokens.
+    """Write the gradient of the sum twice: as ``[g n h D]`` (g_x, to which the rest of the keys' gradient is
+    added later) and as ``[g h room D]`` (g_sum). Also write x as ``[g h room D]`` (turned). Both are padded
+    with zeros, for products over parts of the tokens.
     """
     head = tl.program_id(1).to(tl.int64)
     t, cols = tl.program_id(0).to(tl.int64) * BT + tl.arange(0, BT), tl.arange(0, BD)

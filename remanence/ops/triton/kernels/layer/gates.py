@@ -1,5 +1,5 @@
 # mypy: ignore-errors
-"""Log gates of a layer: logits of the input at unit mean square, and their log-sigmoids."""
+"""Log gates of a layer: logits from the input scaled to unit mean square, and their log-sigmoids."""
 
 from __future__ import annotations
 
@@ -9,12 +9,14 @@ import triton.language as tl
 from remanence.ops.triton.kernels.layer.tiles import kernel, load_tile, load_vector, store_tile
 
 GATE_EPS = tl.constexpr(1e-6)
+"""Added to the mean square of the input."""
 
 
 @triton.jit
 def _log_sigmoid(z, TERMS: tl.constexpr):
-    """min(z, 0) - log(1 + exp(-|z|)), the latter from log(1 + u)'s series in u / (2 + u), at most 1/3: a gate that is
-    nearly open has a small log, which the chip's own logarithm near 1 would leave few digits of.
+    """Return min(z, 0) - log(1 + exp(-|z|)). With u = exp(-|z|), log(1 + u) is computed by its series in u /
+    (2 + u), which is at most 1/3. The log of a gate that is nearly open is small, and the GPU's own logarithm
+    near 1 would be imprecise.
     """
     u = tl.exp(-tl.abs(z))
     v = u / (2.0 + u)
@@ -26,6 +28,7 @@ def _log_sigmoid(z, TERMS: tl.constexpr):
 
 @triton.jit
 def _signs(gate, FLIPPED: tl.constexpr, ACC: tl.constexpr):
+    """Return -1 for gates whose bit in FLIPPED is set, otherwise 1."""
     return 1.0 - 2.0 * ((FLIPPED >> gate) & 1).to(ACC)
 
 
@@ -35,6 +38,7 @@ def gates_kernel(
     GATES: tl.constexpr, HEADS: tl.constexpr, BG: tl.constexpr, DIM: tl.constexpr, BD: tl.constexpr, BT: tl.constexpr,
     FLIPPED: tl.constexpr, TERMS: tl.constexpr, ACC: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
+    """Write the log gates, and for backward the logits and the scale of each token's input."""
     COUNT: tl.constexpr = GATES * HEADS
     group = tl.program_id(1).to(tl.int64)
     t, gates = group * per + tl.program_id(0).to(tl.int64) * BT + tl.arange(0, BT), tl.arange(0, BG)
@@ -43,7 +47,7 @@ def gates_kernel(
     products, squares = tl.zeros([BT, BG], ACC), tl.zeros([BT, BD], ACC)
     for start in range(0, DIM, BD):
         cols = start + tl.arange(0, BD)
-        # A tile of columns is whole where DIM is a multiple of it.
+        # Columns need no mask if DIM is a multiple of the tile.
         a = load_tile(x, t, live, cols, DIM, DIM if DIM % BD == 0 else 0, DIM, ACC)
         w = load_tile(weight, gates, gates < COUNT, cols, DIM, DIM if DIM % BD == 0 else 0, DIM, ACC)
         products = tl.dot(a, tl.trans(w), products, input_precision=PRECISION, out_dtype=ACC)
@@ -65,8 +69,9 @@ def gates_slopes(
     GATES: tl.constexpr, HEADS: tl.constexpr, BG: tl.constexpr, DIM: tl.constexpr, BT: tl.constexpr,
     FLIPPED: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
-    """Of the products before they are scaled; and what each token's input loses by being scaled, as a multiple of
-    itself.
+    """Write the gradient of the products of input and weight before scaling (g_logits), and each program's
+    part of the gradient of the bias. The scaling itself reduces the gradient of each token's input by `pulls`
+    times that input.
     """
     COUNT: tl.constexpr = GATES * HEADS
     group = tl.program_id(1).to(tl.int64)
@@ -96,6 +101,9 @@ def gates_backward(
     COUNT: tl.constexpr, BG: tl.constexpr, DIM: tl.constexpr, BD: tl.constexpr, BT: tl.constexpr,
     ACC: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
+    """Write the gradient of the input, and each program's part of the gradient of the weight, for a block of
+    channels.
+    """
     BLOCKS: tl.constexpr = (DIM + BD - 1) // BD
     EVEN: tl.constexpr = DIM if DIM % BD == 0 else 0
     block, part = tl.program_id(0) % BLOCKS, tl.program_id(0) // BLOCKS

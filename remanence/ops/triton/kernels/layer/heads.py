@@ -1,5 +1,5 @@
 # mypy: ignore-errors
-"""Products of each head with a matrix of its own."""
+"""Matrix products in which each head has its own matrix."""
 
 from __future__ import annotations
 
@@ -16,7 +16,9 @@ def heads_kernel(
     BT: tl.constexpr,
     TURNED: tl.constexpr, BASE: tl.constexpr, ACC: tl.constexpr, OP: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """x ``[tokens h INPUTS]`` by ``[g h I OUTPUTS]`` (or, turned, ``[g h OUTPUTS INPUTS]``), added to a base or not."""
+    """Multiply x ``[tokens h INPUTS]`` by ``[g h INPUTS OUTPUTS]`` (if TURNED, by the transpose of ``[g h
+    OUTPUTS INPUTS]``), and with BASE add `base`.
+    """
     head = tl.program_id(1).to(tl.int64)
     group, own = head // HEADS, head % HEADS
     t = group * per + tl.program_id(0).to(tl.int64) * BT + tl.arange(0, BT)
@@ -46,7 +48,9 @@ def heads_weight(
     BT: tl.constexpr,
     ACC: tl.constexpr, OP: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """The matrices' gradient, of the part of a group's tokens that a program has: ``[g h parts I OUTPUTS]``."""
+    """Write the gradient of the matrices ``[g h parts INPUTS OUTPUTS]``. Each program sums over its part of
+    the tokens of a group.
+    """
     COLUMNS: tl.constexpr = (OUTPUTS + BO - 1) // BO
     head, part, parts = tl.program_id(1).to(tl.int64), tl.program_id(0), tl.num_programs(0)
     group, own = head // HEADS, head % HEADS

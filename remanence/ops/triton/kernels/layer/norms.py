@@ -1,5 +1,5 @@
 # mypy: ignore-errors
-"""RMSNorm per head and of whole vectors, alone or times a gate."""
+"""RMSNorm per head or of complete vectors, alone or multiplied by a gate."""
 
 from __future__ import annotations
 
@@ -23,6 +23,7 @@ def gated_norm_kernel(
     EPS: tl.constexpr,
     ACC: tl.constexpr,
 ):
+    """Compute RMSNorm of x with gain `weight`, times SiLU of `gate`."""
     group, cols = tl.program_id(1).to(tl.int64), tl.arange(0, BD)
     t = group * per + tl.program_id(0).to(tl.int64) * BT + tl.arange(0, BT)
     live = t < (group + 1) * per
@@ -38,6 +39,7 @@ def gated_norm_backward(
     x, gate, weight, g_y, g_x, g_gate, g_weight, per, steps,
     D: tl.constexpr, BD: tl.constexpr, BT: tl.constexpr, EPS: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
+    """Write the gradients of x and of the gate, and each program's part of the gradient of the weight."""
     group, cols = tl.program_id(1).to(tl.int64), tl.arange(0, BD)
     w = load_vector(weight + group * D, cols, D, BD, 1, ACC)[None, :]
     sums = tl.zeros([BT, BD], ACC)
@@ -61,7 +63,7 @@ def gated_norm_backward(
 
 @triton.jit
 def _rms(x, t, live, cols, D: tl.constexpr, BD: tl.constexpr, EPS: tl.constexpr, ACC: tl.constexpr):
-    """Rows at unit mean square, and what they were multiplied by."""
+    """Return rows scaled to unit mean square, and the factors that scaled them."""
     a = load_tile(x, t, live, cols, D, BD, D, ACC)
     shrink = tl.rsqrt(tl.sum(a * a, 1) / D + EPS)[:, None]
     return a * shrink, shrink
@@ -69,6 +71,7 @@ def _rms(x, t, live, cols, D: tl.constexpr, BD: tl.constexpr, EPS: tl.constexpr,
 
 @triton.jit
 def _rms_gradient(g, a, shrink, D: tl.constexpr):
+    """Return the gradient of the input of `_rms`, given the gradient g of its result a."""
     return (g - a * (tl.sum(g * a, 1) / D)[:, None]) * shrink
 
 
@@ -84,6 +87,7 @@ def rms_norm_kernel(
     EPS: tl.constexpr,
     ACC: tl.constexpr,
 ):
+    """Compute RMSNorm of x with gain `weight`."""
     group, cols = tl.program_id(1).to(tl.int64), tl.arange(0, BD)
     t = group * per + tl.program_id(0).to(tl.int64) * BT + tl.arange(0, BT)
     live = t < (group + 1) * per
@@ -96,6 +100,7 @@ def rms_norm_backward(
     x, weight, g_y, g_x, g_weight, per, steps,
     D: tl.constexpr, BD: tl.constexpr, BT: tl.constexpr, EPS: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
+    """Write the gradient of x, and each program's part of the gradient of the weight."""
     group, cols = tl.program_id(1).to(tl.int64), tl.arange(0, BD)
     w = load_vector(weight + group * D, cols, D, BD, 1, ACC)[None, :]
     sums = tl.zeros([BT, BD], ACC)
@@ -125,7 +130,7 @@ def sigmoid_gated_norm_kernel(
     EPS: tl.constexpr,
     ACC: tl.constexpr,
 ):
-    """`weight` is the gain of x, `gain` that of m."""
+    """Compute RMSNorm of x with gain `weight`, times the sigmoid of RMSNorm of m with gain `gain`."""
     group, cols = tl.program_id(1).to(tl.int64), tl.arange(0, BD)
     t = group * per + tl.program_id(0).to(tl.int64) * BT + tl.arange(0, BT)
     live = t < (group + 1) * per
@@ -141,6 +146,7 @@ def sigmoid_gated_norm_backward(
     x, m, weight, gain, g_y, g_x, g_m, g_weight, g_gain, per, steps,
     D: tl.constexpr, BD: tl.constexpr, BT: tl.constexpr, EPS: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
+    """Write the gradients of x and m, and each program's part of the gradients of `weight` and `gain`."""
     group, cols = tl.program_id(1).to(tl.int64), tl.arange(0, BD)
     w = load_vector(weight + group * D, cols, D, BD, 1, ACC)[None, :]
     v = load_vector(gain + group * D, cols, D, BD, 1, ACC)[None, :]

@@ -1,5 +1,5 @@
 # mypy: ignore-errors
-"""SwiGLU and rotary positions."""
+"""SwiGLU and rotary position embeddings."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from remanence.ops.triton.kernels.tools import activate, activate_with_slope
 
 @kernel
 def swiglu_kernel(gate, up, y, count, BLOCK: tl.constexpr, ACC: tl.constexpr):
+    """Compute SiLU of `gate`, times `up`."""
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     opened = activate(tl.load(gate + at, mask=at < count, other=0.0).to(ACC), False)
     tl.store(
@@ -22,6 +23,7 @@ def swiglu_kernel(gate, up, y, count, BLOCK: tl.constexpr, ACC: tl.constexpr):
 
 @kernel
 def swiglu_backward(gate, up, g_y, g_gate, g_up, count, BLOCK: tl.constexpr, ACC: tl.constexpr):
+    """Write the gradients of `gate` and `up`."""
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     opened, slope = activate_with_slope(tl.load(gate + at, mask=at < count, other=0.0).to(ACC), False)
     g = tl.load(g_y + at, mask=at < count, other=0.0).to(ACC)
@@ -35,8 +37,9 @@ def rotary_kernel(
     x, cos, sin, y, L, stride, x_row, x_token, x_head,
     HEADS: tl.constexpr, HALF: tl.constexpr, BH: tl.constexpr, BT: tl.constexpr, SIGN: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
-    """Each head's two halves are the pairs. Angles by token ``[L HALF]``, `stride` apart from row to row, or the same
-    for all. x may stand in any order, as attention leaves its gradients.
+    """Rotate the pairs of channels (i, i + HALF) of each head. The angles ``[L HALF]`` of consecutive rows
+    are `stride` elements apart; 0 means that all rows have the same angles. x may have any strides (attention
+    returns its gradients so), except that channels are contiguous.
     """
     head, row = tl.program_id(0) % HEADS, tl.program_id(1).to(tl.int64)
     t, cols = (tl.program_id(0) // HEADS).to(tl.int64) * BT + tl.arange(0, BT), tl.arange(0, BH)

@@ -1,5 +1,5 @@
 # mypy: ignore-errors
-"""Loads and stores of tiles that the kernels of a layer share."""
+"""Loads and stores of tiles that are shared by the kernels of a layer."""
 
 from __future__ import annotations
 
@@ -7,14 +7,17 @@ import triton
 import triton.language as tl
 
 UNIT_EPS = tl.constexpr(1e-12)
+"""Added to the squared length of a vector that is scaled to unit length."""
 
-# One build for every length. (Not of `count`: loads are wide only where their mask's end is known to be a multiple of
-# 16.)
 kernel = triton.jit(do_not_specialize=["L", "n", "per", "room", "steps", "stride"])
+"""Decorator for kernels. They are compiled once for all lengths. `count` is not in the list, because wide
+loads require that the end of their mask is known to be a multiple of 16.
+"""
 
 
 @triton.jit
 def load_vector(ptr, cols, D: tl.constexpr, BD: tl.constexpr, STEP: tl.constexpr, ACC: tl.constexpr):
+    """Load D elements that are STEP apart, padded with zeros to BD."""
     if D != BD:
         return tl.load(ptr + cols * STEP, mask=cols < D, other=0.0).to(ACC)
     else:
@@ -23,19 +26,23 @@ def load_vector(ptr, cols, D: tl.constexpr, BD: tl.constexpr, STEP: tl.constexpr
 
 @triton.jit
 def load_tile(ptr, rows, live, cols, D: tl.constexpr, BD: tl.constexpr, STRIDE, ACC: tl.constexpr):
+    """Load a tile of rows that are STRIDE apart, with zeros where not `live`. Columns beyond D are zero too,
+    unless D equals BD.
+    """
     mask = live[:, None] & (cols < D)[None, :] if D != BD else live[:, None]
     return tl.load(ptr + rows[:, None] * STRIDE + cols[None, :], mask=mask, other=0.0).to(ACC)
 
 
 @triton.jit
 def store_tile(ptr, x, rows, live, cols, D: tl.constexpr, BD: tl.constexpr, STRIDE: tl.constexpr):
+    """Store a tile of rows that are STRIDE apart, except where not `live` and beyond D columns."""
     mask = live[:, None] & (cols < D)[None, :] if D != BD else live[:, None]
     tl.store(ptr + rows[:, None] * STRIDE + cols[None, :], x.to(ptr.dtype.element_ty), mask=mask)
 
 
 @triton.jit
 def load_block(ptr, rows, cols, R: tl.constexpr, C: tl.constexpr, STRIDE: tl.constexpr, OP: tl.constexpr):
-    """A tile of a matrix ``[R C]`` in the operands' dtype, zeros outside."""
+    """Load a tile of a matrix ``[R C]`` in the operand dtype OP, with zeros outside of it."""
     return tl.load(
         ptr + rows[:, None] * STRIDE + cols[None, :],
         mask=(rows < R)[:, None] & (cols < C)[None, :],
