@@ -238,7 +238,6 @@ class Model(Module):
 
     def pretrained_tokenizer(self) -> None:
         """Return None, because there is no underlying pretrained model."""
-        return None
 
     def capture_unsupported_reason(self, carries: bool) -> str | None:
         """Return the reason why calls cannot be captured as CUDA graphs, or None if they can. `carries` is
