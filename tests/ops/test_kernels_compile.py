@@ -192,6 +192,30 @@ def test_what_does_not_fit_is_said_in_words():
     assert "coef_kernel does not compile for sm_86" in resources.lacking(kernels(), [broken], 86, 2**20)
 
 
+def test_a_kernel_that_fails_beside_others_is_compiled_again_alone(monkeypatch):
+    calls = []
+
+    def build(written, launch, arch):
+        calls.append(launch.name)
+        if len(calls) == 1:
+            raise RuntimeError("at 1:1:\n  x\n  ^") from SystemError("recursion depth")
+        return resources.Need(1024, "", 0.0)
+
+    monkeypatch.setattr(resources, "build", build)
+    launches = nearest.launches(8, 64, 512, 2**20, 32, torch.bfloat16, 90)
+    assert resources.lacking(kernels(), launches, 90, 2**20) is None
+    assert len(calls) == len(launches) + 1
+
+
+def test_the_reason_of_a_failed_compilation_is_a_line_with_words(monkeypatch):
+    def build(written, launch, arch):
+        raise RuntimeError("at 1:1:\n  unknown name\n      ^")
+
+    monkeypatch.setattr(resources, "build", build)
+    launches = nearest.launches(8, 64, 512, 2**20, 32, torch.bfloat16, 90)
+    assert resources.lacking(kernels(), launches, 90, 2**20).endswith("RuntimeError: unknown name")
+
+
 class Chip:
     major, minor, shared_memory_per_block_optin = 8, 6, 1024
 

@@ -107,10 +107,7 @@ def build(kernels: ModuleType, launch: Launch, arch: int) -> Need:
     source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=attributes)
     begin = time.perf_counter()
     options = {"num_warps": launch.warps, "num_stages": launch.stages}
-    try:
-        built = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
-    except SystemError:  # CPython 3.11 miscounts recursion when several threads parse at once
-        built = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
+    built = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
     return Need(built.metadata.shared, built.asm["ptx"], time.perf_counter() - begin)
 
 
@@ -173,22 +170,35 @@ def lacking(kernels: ModuleType, launches: list[Launch], arch: int, shared: int)
     """Return why a GPU with `shared` bytes of shared memory per block cannot run these launches, or None if
     it can.
 
-    The kernels are compiled in parallel threads, because most of the compilation happens outside Python.
+    The kernels are compiled in parallel threads, because most of the compilation happens outside Python. A
+    kernel that fails is compiled again alone, and only that error is reported: CPython 3.11 miscounts its
+    recursion depth when several threads parse at once, which fails a kernel that compiles.
     """
     for launch in launches:
         getattr(kernels, launch.name).cache_key  # noqa: B018, computed once, before the threads read it
 
-    def look(launch: Launch) -> str | None:
-        """Return why this kernel cannot run, or None if it can."""
+    def compile_kernel(launch: Launch) -> Need | Exception:
+        """Compile one kernel. Return what it needs or the error."""
         try:
-            needed = build(kernels, launch, arch).shared
+            return build(kernels, launch, arch)
         except Exception as error:
-            message = (str(error).strip().splitlines() or [""])[-1][:160]
-            return f"{launch.name} does not compile for sm_{arch}: {type(error).__name__}: {message}"
-        if needed <= shared:
-            return None
-        sizes = f"{needed / 1024:.0f} KiB of shared memory, of which sm_{arch} has {shared / 1024:.0f}"
-        return f"{launch.name} needs {sizes}"
+            return error
 
     with ThreadPoolExecutor(max(1, min(len(launches), os.cpu_count() or 1))) as pool:
-        return next((reason for reason in pool.map(look, launches) if reason is not None), None)
+        results = list(pool.map(compile_kernel, launches))
+    for launch, first in zip(launches, results, strict=True):
+        result = compile_kernel(launch) if isinstance(first, Exception) else first
+        if isinstance(result, Exception):
+            return f"{launch.name} does not compile for sm_{arch}: {type(result).__name__}: {_reason(result)}"
+        if result.shared > shared:
+            sizes = (
+                f"{result.shared / 1024:.0f} KiB of shared memory, of which sm_{arch} has {shared / 1024:.0f}"
+            )
+            return f"{launch.name} needs {sizes}"
+    return None
+
+
+def _reason(error: Exception) -> str:
+    """Return one line of a compiler's error: the error that caused it, or its last line that has words."""
+    lines = [line.strip() for line in str(error.__cause__ or error).splitlines()]
+    return next((line for line in reversed(lines) if line.strip("^ ")), "")[:160]
