@@ -50,7 +50,9 @@ def test_it_writes_what_it_says(tmp_path):
     assert "[/]" not in out, "markup is not for readers"
     assert "has read Mary Shelley's Frankenstein" in out and "2,048 tokens after the facts" in out
     assert "accuracy by distance" in out and "tokens of noise" in out and "recall.png" in out
-    assert sorted(line.split(", ")[0] for line in err.splitlines()) == [
+    lines = [line.split(", ")[0] for line in err.splitlines()]
+    # On a busy machine reading the book takes long enough for a line of its own.
+    assert sorted(line for line in lines if not line.startswith("reading: ")) == [
         f"{name}: step 2 of 2" for name in ("lmm", "mac", "window")
     ]
     assert sorted(path.name for path in folder.iterdir()) == [
