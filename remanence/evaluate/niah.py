@@ -27,7 +27,8 @@ class NiahSettings:
     Attributes:
         data: the background text: a file, a folder or hf:NAME. Not needed for the kind pk, which repeats a
             fixed text.
-        kinds: kinds of needles: pk, n, w (one needle), multikey, multiquery, multivalue (several needles).
+        kinds: kinds of needles: pk (passkey: a number in a repeated filler text), n (a number in an essay), w (word:
+            a UUID in an essay), and with several needles in an essay multikey, multiquery and multivalue.
         lengths: exact numbers of tokens before the answer.
         depths: relative positions of the needle, from 0 (start of the text) to 1 (end). If there are several
             needles, this is the position of the first one that is queried.

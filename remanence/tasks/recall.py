@@ -17,8 +17,17 @@ class Recall:
     """Rows with several rounds of the same key-value pairs, each in another order, with noise between the
     rounds. The values are targets in all rounds but the first.
 
-    The token ids are the keys, then as many values, then the noise tokens. With two rounds, the distance from
-    a pair to its question is about the row length.
+    The token ids are the keys, then as many values, then the noise tokens, in this order. The first round is at the
+    start of the row and the last one at its end. So with two rounds, a key is asked for about ``length - 2 * pairs``
+    tokens after its pair was shown, give or take the difference in order.
+
+    Args:
+        length: number of tokens of a row.
+        batch: number of rows of a batch in one process.
+        pairs: number of key-value pairs of a row.
+        rounds: number of times that all pairs are listed in a row.
+        keys: number of different keys, and of different values.
+        noise: number of different noise tokens.
     """
 
     def __init__(
