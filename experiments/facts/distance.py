@@ -214,7 +214,7 @@ def measure(
     """Right answers at every distance, in one reading; for `late` a distance is what was read before the fact."""
     mode = mode if model.has_memory else "on"
     texts = Texts(books, rows, seed)
-    subject = Subject(model.device, network=model, tokens=ByteTokenizer(), mode=mode)
+    subject = Subject(model.device, network=model, tokens=ByteTokenizer(), memory_mode=mode)
     facts = Facts(texts, rows, KEYS.get(kind, 1), wording)
     state, done = None, 0
     if kind != "late":

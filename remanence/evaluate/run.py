@@ -25,12 +25,12 @@ from remanence.evaluate.task import Result, Row, Setting, Task
 from remanence.inference.memfile import fingerprint
 from remanence.inference.threads import threads_for
 from remanence.io.files import (
+    add_digest,
     append_line,
+    check_digest,
     display_name,
     locked_file,
     read_json,
-    sealed,
-    unsealed,
     write_json,
 )
 from remanence.io.migrations import first_fields
@@ -83,7 +83,7 @@ class Journal:
         self.known[_key(unit)], self.origins[_key(unit)] = result, origin or {}
         if self.path is not None:
             entry = {"unit": unit, "result": result, "origin": origin or {}}
-            append_line(self.path, json.dumps(sealed(json.loads(json.dumps(entry)))))
+            append_line(self.path, json.dumps(add_digest(json.loads(json.dumps(entry)))))
 
     def origin(self, units: Sequence[Setting]) -> Setting:
         """Return the common origin of several units. Fields that differ become lists; None means unknown."""
@@ -96,7 +96,7 @@ def _line(line: bytes) -> Setting | None:
     """Parse a line of the journal. None if it is incomplete or damaged; its unit is then measured again."""
     try:
         found = json.loads(line)
-        return unsealed("a line", found) if isinstance(found, dict) else None
+        return check_digest("a line", found) if isinstance(found, dict) else None
     except (ValueError, RecursionError):
         return None
 
@@ -150,22 +150,22 @@ def _evaluate(
     try:
         for task in tasks:
             for mode in modes:
-                subject.mode = mode
+                subject.memory_mode = mode
                 found, told = _measured(subject, task, mode, kept, progress, here)
                 rows += [
                     replace(row, setting={"memory": mode, **row.setting}, origin=told)
                     for row in task.rows(found)
                 ]
     finally:
-        subject.mode = "on"
+        subject.memory_mode = "on"
         subject.on_tokens = lambda _: None
     subject.bookmark.remove()
     return rows
 
 
-def _unit_identity(task: Task, mode: Mode, unit: Setting) -> Setting:
+def _unit_identity(task: Task, memory_mode: Mode, unit: Setting) -> Setting:
     """Return everything that a unit's result depends on, apart from the subject."""
-    return {"task": task.name, "memory": mode, **task.identity, **unit}
+    return {"task": task.name, "memory": memory_mode, **task.identity, **unit}
 
 
 class _Progress:
@@ -193,7 +193,7 @@ class _Progress:
 
 
 def _measured(
-    subject: Subject, task: Task, mode: Mode, kept: Journal, progress: _Progress, here: Setting
+    subject: Subject, task: Task, memory_mode: Mode, kept: Journal, progress: _Progress, here: Setting
 ) -> tuple[list[tuple[Setting, Result]], Setting]:
     """Measure the missing units of a task in one mode.
 
@@ -201,9 +201,9 @@ def _measured(
     """
 
     def depends(unit: Setting) -> Setting:
-        return _unit_identity(task, mode, unit)
+        return _unit_identity(task, memory_mode, unit)
 
-    groups, name = task.units(), f"{task.name}, memory {mode}"
+    groups, name = task.units(), f"{task.name}, memory {memory_mode}"
     batch = getattr(task.settings, "batch", 1)
     for group in groups:
         missing = [unit for unit in group if kept.find(depends(unit)) is None]
@@ -332,7 +332,7 @@ def write_rows(path: Path, rows: Sequence[Row], origin: Setting) -> None:
         told = asdict(row)
         own = told.pop("origin") or {}
         plain.append({**told, "provenance": {**origin, **own}})
-    write_json(path, sealed({"made_by": MADE_BY, "rows": _finite(plain)}))
+    write_json(path, add_digest({"made_by": MADE_BY, "rows": _finite(plain)}))
 
 
 def _finite(data: object) -> object:

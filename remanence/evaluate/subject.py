@@ -61,7 +61,7 @@ class Subject:
     """Path of the model's folder or of the recipe."""
     on_tokens: Callable[[int], None] = lambda _: None
     """Called after each forward pass with the number of tokens that it read."""
-    mode: Mode = "on"
+    memory_mode: Mode = "on"
     """The memory mode of all forward passes."""
     bookmark: Bookmark = field(default_factory=Bookmark)
     """Saved state of the unit being measured."""
@@ -131,7 +131,7 @@ class Subject:
             lengths = torch.tensor([len(part) for part in parts])
             ragged = int(lengths.min()) < longest
             mask = (torch.arange(longest) < lengths[:, None]).to(self.device) if ragged else None
-            state = read(self.model, tokens, state, mask=mask, memory_mode=self.mode).state
+            state = read(self.model, tokens, state, mask=mask, memory_mode=self.memory_mode).state
             self.on_tokens(sum(len(part) for part in parts))
             self.bookmark.keep(self.model, state, lambda at=at + part.start + size: {"at": at}, digest)  # type: ignore[misc]
         return state
@@ -187,7 +187,7 @@ class Subject:
                 sampling,
                 tokenizer=self.tokenizer,
                 state=state,
-                memory_mode=self.mode,
+                memory_mode=self.memory_mode,
             )
             return generation.run().texts
         except DivergedError:
@@ -202,7 +202,7 @@ class Subject:
     @torch.no_grad()
     def likeliest(self, tokens: Tensor, state: State | None = None) -> Tensor:
         """Return the most likely next token ``[b t]`` after each token of ``[b t]``, on the CPU."""
-        logits, _ = self.model(tokens.to(self.device), state, memory_mode=self.mode)
+        logits, _ = self.model(tokens.to(self.device), state, memory_mode=self.memory_mode)
         self.on_tokens(tokens.numel())
         return logits.argmax(-1).cpu()
 
@@ -218,7 +218,7 @@ class Subject:
         tokens = torch.tensor([row + [0] * (longest - len(row)) for row in rows], device=self.device)
         lengths = torch.tensor([len(row) for row in rows], device=self.device)
         mask = torch.arange(longest, device=self.device) < lengths[:, None]
-        pieces = traces(self.model, tokens, state, mask=mask, memory_mode=self.mode)
+        pieces = traces(self.model, tokens, state, mask=mask, memory_mode=self.memory_mode)
         hidden = [trace.hidden for _, trace in pieces]
         self.on_tokens(int(lengths.sum()))
         features, found = torch.cat(hidden, 1), []
@@ -245,7 +245,7 @@ class Subject:
         state = self.model.start(len(rows)) if state is None else state
         found = []
         step = max(1, LOGITS // self.model.config.vocab_size)
-        for part, trace in traces(self.model, rows[:, :-1], state, memory_mode=self.mode):
+        for part, trace in traces(self.model, rows[:, :-1], state, memory_mode=self.memory_mode):
             state, targets = trace.state, rows[:, 1:][:, part]
             hidden, flat = trace.hidden.flatten(0, 1), targets.flatten()
             parts = []

@@ -146,10 +146,10 @@ class Babilong:
         batch: int,
         seed: int,
         rank: int = 0,
-        world: int = 1,
+        world_size: int = 1,
     ) -> None:
         self.tokenizer, self.length, self.batch = tokenizer, length, batch
-        self.seed, self.rank, self.world = seed, rank, world
+        self.seed, self.rank, self.world_size = seed, rank, world_size
         self.encode = cache(tokenizer.encode)  # cached, as bAbI has few different sentences
         self.stories = []
         for task, own in stories.items():
@@ -175,7 +175,7 @@ class Babilong:
     def step(self, number: int) -> Batch:
         """Return the batch of a step."""
         rng = step_rng(self.seed, number)
-        drawn = [self.row(rng) for _ in range(self.batch * self.world)][rank_rows(self.batch, self.rank)]
+        drawn = [self.row(rng) for _ in range(self.batch * self.world_size)][rank_rows(self.batch, self.rank)]
         return answer_batch([tokens for tokens, _ in drawn], [length for _, length in drawn])
 
 

@@ -254,12 +254,12 @@ class FactDialogues:
 
     def __init__(
         self, data: Tokens, lengths: Sequence[int], tokens: int, steps: int, *, facts: int, share: float,
-        weight: float, distance_ramp: int = 0, seed: int = 0, rank: int = 0, world: int = 1,
+        weight: float, distance_ramp: int = 0, seed: int = 0, rank: int = 0, world_size: int = 1,
     ) -> None:  # fmt: skip
         self.data, self.tokenizer, self.turns = data, data.tokenizer, Turns(data.tokenizer)
         self.lengths, self.tokens, self.steps = tuple(lengths), tokens, steps
         self.facts, self.share, self.weight, self.distance_ramp = facts, share, weight, distance_ramp
-        self.seed, self.rank, self.world = seed, rank, world
+        self.seed, self.rank, self.world_size = seed, rank, world_size
         longest = max(self.lengths)
         if tokens % longest:
             raise ValueError(
@@ -364,7 +364,7 @@ class FactDialogues:
         """Return the batch of a step."""
         length, first = self.stage(number)
         rows = self.tokens // length
-        growth, total = ramp_progress(number, self.distance_ramp), rows * self.world
+        growth, total = ramp_progress(number, self.distance_ramp), rows * self.world_size
         dialogues = total if growth < 1 else max(round(self.share * total), self.share > 0)
         read, answers, begins = [], [], []
         for row in range(rows):

@@ -88,13 +88,13 @@ class Facts:
         distance_ramp: int = 0,
         seed: int = 0,
         rank: int = 0,
-        world: int = 1,
+        world_size: int = 1,
         answer_end: bool = True,
     ) -> None:
         self.data, self.length, self.batch = data, length, batch
         self.weight, self.distance_ramp = weight, distance_ramp
         self.answer_end = answer_end
-        self.seed, self.rank, self.world = seed, rank, world
+        self.seed, self.rank, self.world_size = seed, rank, world_size
         self.tokenizer: Tokenizer = data.tokenizer
         if length < (least := 512):
             raise ValueError(

@@ -41,7 +41,9 @@ class Needle:
     DIGITS = 4
     """The number of digits of each number."""
 
-    def __init__(self, length: int, batch: int, pairs: int, seed: int, rank: int = 0, world: int = 1) -> None:
+    def __init__(
+        self, length: int, batch: int, pairs: int, seed: int, rank: int = 0, world_size: int = 1
+    ) -> None:
         if pairs > len(self.NAMES):
             raise ValueError(f"pairs: expected at most {len(self.NAMES)} needles, got {pairs}")
         longest = pairs * len(self._needle("amber", "0000")) + len(self._question("amber")) + self.DIGITS
@@ -49,7 +51,7 @@ class Needle:
             fits = f"at least {longest} bytes for {pairs} needles and the question"
             raise ValueError(f"length: expected {fits}, got {length}")
         self.length, self.batch, self.pairs = length, batch, pairs
-        self.seed, self.rank, self.world = seed, rank, world
+        self.seed, self.rank, self.world_size = seed, rank, world_size
 
     @staticmethod
     def _needle(name: str, number: str) -> str:
@@ -82,7 +84,7 @@ class Needle:
     def step(self, number: int) -> Batch:
         """Return the batch of a step."""
         rng = step_rng(self.seed, number)
-        rows = [np.frombuffer(self.row(rng), np.uint8) for _ in range(self.batch * self.world)]
+        rows = [np.frombuffer(self.row(rng), np.uint8) for _ in range(self.batch * self.world_size)]
         return answer_batch(rows[rank_rows(self.batch, self.rank)], [self.DIGITS] * self.batch)
 
 

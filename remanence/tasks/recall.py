@@ -38,7 +38,7 @@ class Recall:
         rounds: int,
         seed: int,
         rank: int = 0,
-        world: int = 1,
+        world_size: int = 1,
         *,
         keys: int = 32,
         noise: int = 16,
@@ -51,7 +51,7 @@ class Recall:
                 f"length: expected at least {least} for {rounds} rounds of {pairs} pairs, got {length}"
             )
         self.length, self.batch, self.pairs, self.rounds = length, batch, pairs, rounds
-        self.seed, self.rank, self.world, self.keys, self.noise = seed, rank, world, keys, noise
+        self.seed, self.rank, self.world_size, self.keys, self.noise = seed, rank, world_size, keys, noise
         self.starts = [
             index * 2 * pairs + index * (length - least) // (rounds - 1) for index in range(rounds)
         ]
@@ -64,7 +64,7 @@ class Recall:
     def step(self, number: int) -> Batch:
         """Return the batch of a step."""
         rng = step_rng(self.seed, number)
-        rows, n = self.batch * self.world, self.pairs
+        rows, n = self.batch * self.world_size, self.pairs
         tokens = rng.integers(2 * self.keys, self.vocabulary, (rows, self.length))
         keys = rng.random((rows, self.keys)).argsort(1)[:, :n]
         values = rng.integers(self.keys, 2 * self.keys, (rows, n))
