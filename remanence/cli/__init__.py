@@ -24,7 +24,7 @@ from remanence.cli.attach import Attach
 from remanence.cli.chat import Chat
 from remanence.cli.data import Data
 from remanence.cli.demo import Demo
-from remanence.cli.evaluate import RECIPE, Eval
+from remanence.cli.evaluate import RECIPE_PREFIX, Eval
 from remanence.cli.models import Info, Inspect, New, Presets
 from remanence.cli.report import Report
 from remanence.cli.sessions import Generate, Lens, Read
@@ -184,7 +184,7 @@ def _current_field(command: str, name: str) -> str:
     """Return the present name of a config field that was given as --name=value, and print a warning if the
     given name is deprecated.
     """
-    prefix = RECIPE if command == "eval" else ""
+    prefix = RECIPE_PREFIX if command == "eval" else ""
     if not name.startswith(prefix):
         return name
     current = prefix + current_field("train", name.removeprefix(prefix))

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from remanence.attached.folder import load_model
 from remanence.config import Mode
-from remanence.evaluate.bookmark import Bookmark
+from remanence.evaluate.checkpoint import ReadingCheckpoint
 from remanence.inference.generate import Generation, Sampling, check_tokenizer
 from remanence.inference.memfile import HasWeights
 from remanence.inference.reader import PIECE, piece_size, piece_slices, read, token_pieces, traces
@@ -63,7 +63,7 @@ class Subject:
     """Called after each forward pass with the number of tokens that it read."""
     memory_mode: Mode = "on"
     """The memory mode of all forward passes."""
-    bookmark: Bookmark = field(default_factory=Bookmark)
+    checkpoint: ReadingCheckpoint = field(default_factory=ReadingCheckpoint)
     """Saved state of the unit being measured."""
 
     @classmethod
@@ -114,15 +114,15 @@ class Subject:
     def read(self, texts: Sequence[np.ndarray]) -> State:
         """Read several texts (token arrays) as one batch, in pieces, and return the state of all rows.
 
-        An interrupted reading is resumed from the bookmark.
+        An interrupted reading is resumed from the checkpoint.
         """
         digests = [hashlib.sha256(text.astype(np.int64).tobytes()).digest() for text in texts]
         digest = hashlib.sha256(b"".join(digests)).hexdigest()
-        found = self.bookmark.find(self.model, digest)
-        state, at = (found[0], found[1]["at"]) if found else (self.model.start(len(texts)), 0)
-        self.on_tokens(at * len(texts))
+        saved = self.checkpoint.load(self.model, digest)
+        state, start = (saved[0], saved[1]["at"]) if saved else (self.model.start(len(texts)), 0)
+        self.on_tokens(start * len(texts))
         size = piece_size(self.model)
-        unread = [text[at:] for text in texts]
+        unread = [text[start:] for text in texts]
         for part in piece_slices(max(len(text) for text in unread), size):
             parts = [text[part].astype(np.int64) for text in unread]
             longest = max(len(part) for part in parts)
@@ -133,7 +133,8 @@ class Subject:
             mask = (torch.arange(longest) < lengths[:, None]).to(self.device) if ragged else None
             state = read(self.model, tokens, state, mask=mask, memory_mode=self.memory_mode).state
             self.on_tokens(sum(len(part) for part in parts))
-            self.bookmark.keep(self.model, state, lambda at=at + part.start + size: {"at": at}, digest)  # type: ignore[misc]
+            progress = {"at": start + part.start + size}
+            self.checkpoint.save(self.model, state, lambda progress=progress: progress, digest)  # type: ignore[misc]
         return state
 
     def answers(
