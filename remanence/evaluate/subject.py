@@ -149,27 +149,27 @@ class Subject:
         If the memory diverges, the answer is empty and every option has probability 0.
         """
         state = self.read(texts)
-        lost = state.diverged.tolist()
-        finite = [row for row in range(len(texts)) if not lost[row]]
-        said = {}
+        diverged = state.diverged.tolist()
+        finite = [row for row in range(len(texts)) if not diverged[row]]
+        generated_texts = {}
         if finite:
             generated = self.generate([prompts[row] for row in finite], state.rows(finite), max_tokens)
-            said = dict(zip(finite, generated, strict=True))
+            generated_texts = dict(zip(finite, generated, strict=True))
         pairs = [
             (row, *pair_tokens(self.tokenizer, prompts[row], option))
             for row in finite
             for option in options[row]
         ]
-        likely: dict[int, list[Likelihood]] = {}
+        likelihoods: dict[int, list[Likelihood]] = {}
         size = max(len(texts), *map(len, options))  # each option needs a copy of the state
         for start in range(0, len(pairs), size):
             rows, befores, ends = zip(*pairs[start : start + size], strict=True)
             for row, each in zip(rows, self.likelihoods(befores, ends, state.rows(list(rows))), strict=True):
-                likely.setdefault(row, []).append(each)
+                likelihoods.setdefault(row, []).append(each)
         return [
             Answer("", [Likelihood(-np.inf, False)] * len(own))
-            if lost[row]
-            else Answer(said[row], likely[row])
+            if diverged[row]
+            else Answer(generated_texts[row], likelihoods[row])
             for row, own in enumerate(options)
         ]
 
@@ -250,9 +250,9 @@ class Subject:
             state, targets = trace.state, rows[:, 1:][:, part]
             hidden, flat = trace.hidden.flatten(0, 1), targets.flatten()
             parts = []
-            for at in range(0, len(flat), step):
-                logits = self.model.logits(hidden[at : at + step]).float()
-                parts.append(F.cross_entropy(logits, flat[at : at + step], reduction="none"))
+            for start in range(0, len(flat), step):
+                logits = self.model.logits(hidden[start : start + step]).float()
+                parts.append(F.cross_entropy(logits, flat[start : start + step], reduction="none"))
             found.append(torch.cat(parts).view_as(targets))
             self.on_tokens(targets.numel())
             if bool(state.diverged.any()):
