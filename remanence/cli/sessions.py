@@ -317,7 +317,7 @@ def open_session(
     folder: Path,
     device: str,
     memory: Path | None,
-    mode: Mode = "on",
+    memory_mode: Mode = "on",
     write: Write = "all",
     force: bool = False,
 ) -> Session:
@@ -327,7 +327,7 @@ def open_session(
     from remanence.runtime.device import resolve
 
     model = load_model(folder, device=resolve(device)).eval()
-    session = Session(model, write=write, memory_mode=mode)
+    session = Session(model, write=write, memory_mode=memory_mode)
     return session if memory is None else session.load(memory, force=force)
 
 

@@ -20,7 +20,7 @@ from remanence.runtime.module import Watch
 from remanence.runtime.positions import positions_of
 from remanence.runtime.state import where
 from remanence.train.config import TrainConfig
-from remanence.train.distributed import World
+from remanence.train.distributed import ProcessGroup
 from remanence.train.loss import summed_loss
 
 SHARE = {False: 0.75, True: 0.45}
@@ -199,10 +199,10 @@ class Graphs:
     """The number of steps before the first graph, in which kernels are compiled and memory use is measured.
     """
 
-    def __init__(self, model: Model, config: TrainConfig, world: World, begins: bool) -> None:
+    def __init__(self, model: Model, config: TrainConfig, process_group: ProcessGroup, begins: bool) -> None:
         self.graphed = Graphed(model, torch.bfloat16 if config.precision == "bfloat16" else None)
         self.config, self.steps, self.captured, self.logged = config, 0, False, ""
-        self.reason = "steps are shared by several processes" if world.size > 1 else None
+        self.reason = "steps are shared by several processes" if process_group.size > 1 else None
         self.reason = self.reason or ("rows begin in states that the host chooses" if begins else None)
         self.reason = self.reason or ("several parts make a step" if config.accumulate > 1 else None)
         self.reason = self.reason or ("config.graph is off" if config.graph is False else None)

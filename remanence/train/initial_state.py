@@ -25,7 +25,7 @@ from remanence.model import State, memories
 from remanence.ops import MemoryState
 from remanence.ops.state import Weights
 from remanence.train.config import TrainConfig
-from remanence.train.distributed import World
+from remanence.train.distributed import ProcessGroup
 
 SPAN = 100
 """The number of steps over which the mean square of memories is averaged."""
@@ -61,11 +61,11 @@ class InitialState(Protocol):
         ...
 
 
-def make_initial_state(config: TrainConfig, world: World) -> InitialState | None:
+def make_initial_state(config: TrainConfig, process_group: ProcessGroup) -> InitialState | None:
     """Create the object for ``config.initial_state`` in one process. None if every document begins fresh."""
     if config.initial_state == "fresh":
         return None
-    return (NeighborMemory if config.initial_state == "neighbor" else NoiseMemory)(config, world)
+    return (NeighborMemory if config.initial_state == "neighbor" else NoiseMemory)(config, process_group)
 
 
 class Document(NamedTuple):
@@ -78,9 +78,9 @@ class Document(NamedTuple):
 class _Drawn:
     """The base class, which randomly chooses the documents that do not start in the learned initial state."""
 
-    def __init__(self, config: TrainConfig, world: World) -> None:
-        self.config, self.world = config, world
-        self.rows = config.batch // (config.accumulate * world.size)
+    def __init__(self, config: TrainConfig, process_group: ProcessGroup) -> None:
+        self.config, self.process_group = config, process_group
+        self.rows = config.batch // (config.accumulate * process_group.size)
 
     def documents(self, batch: Batch) -> list[Document]:
         """Return the documents of a batch in order. A packed row may have several, any other row has one."""
@@ -104,7 +104,7 @@ class _Drawn:
         """
         found: list[int | None] = []
         for row, inside in itertools.groupby(self.documents(batch), lambda document: document.row):
-            key, counter = [self.config.seed, number], [0, 0, self.world.rank * self.rows + row, 1]
+            key, counter = [self.config.seed, number], [0, 0, self.process_group.rank * self.rows + row, 1]
             rng = np.random.Generator(np.random.Philox(key=key, counter=counter))
             for _ in inside:
                 chosen, seed = rng.random() < self.config.initial_state_share, int(rng.integers(2**63))
@@ -121,8 +121,8 @@ class NeighborMemory(_Drawn):
 
     file_prefix = "passed"
 
-    def __init__(self, config: TrainConfig, world: World) -> None:
-        super().__init__(config, world)
+    def __init__(self, config: TrainConfig, process_group: ProcessGroup) -> None:
+        super().__init__(config, process_group)
         if self.rows % 2:
             wanted = "an even number of rows, as two pass their memories to each other"
             raise ValueError(
@@ -155,7 +155,7 @@ class NeighborMemory(_Drawn):
         return {**named, "diverged": self.diverged} if named else {}
 
     def load(self, parts: Sequence[Mapping[str, Tensor]], device: torch.device) -> None:
-        own = slice(self.world.rank * self.rows, (self.world.rank + 1) * self.rows)
+        own = slice(self.process_group.rank * self.rows, (self.process_group.rank + 1) * self.rows)
         named = {name: torch.cat([part[name] for part in parts])[own].to(device) for name in parts[0]}
         self.diverged = named.pop("diverged")
         depths = Counter(int(name.split(".")[0]) for name in named)
@@ -171,8 +171,8 @@ class NoiseMemory(_Drawn):
 
     file_prefix = "noise"
 
-    def __init__(self, config: TrainConfig, world: World) -> None:
-        super().__init__(config, world)
+    def __init__(self, config: TrainConfig, process_group: ProcessGroup) -> None:
+        super().__init__(config, process_group)
         self.squares, self.steps = torch.zeros(0, dtype=torch.float64), 0
 
     def start(self, fresh: State, batch: Batch, number: int, carried: State | None = None) -> State:
@@ -207,7 +207,7 @@ class NoiseMemory(_Drawn):
                 layer[ends].float().square().reshape(len(ends), layer.shape[1] * layer.shape[2], -1).mean(-1)
             )
             sums.append(squares.where(good.unsqueeze(-1), 0.0).sum(0))
-        rows, *total = self.world.total(*torch.cat(sums).tolist())
+        rows, *total = self.process_group.sum_over_processes(*torch.cat(sums).tolist())
         if not rows or not all(map(isfinite, total)):
             return
         self.steps += 1

@@ -59,18 +59,18 @@ def own_tokens(config: TrainConfig, tokenizer: Tokenizer, rows: int) -> OwnToken
     return OwnTokens(text, tokenizer, rows if config.carry else None)
 
 
-def source(config: TrainConfig, batch: int, rank: int, world: int) -> Packed | Documents:
+def source(config: TrainConfig, batch: int, rank: int, world_size: int) -> Packed | Documents:
     """Return the source of batches of the kind "text"."""
-    tokens = own_tokens(config, tokenizer_for(config), batch * world)
+    tokens = own_tokens(config, tokenizer_for(config), batch * world_size)
     kind = Documents if config.carry else Packed
-    return kind(tokens, config.data.length, batch, config.seed, rank, world)
+    return kind(tokens, config.data.length, batch, config.seed, rank, world_size)
 
 
-def held_out_source(config: TrainConfig, batch: int, rank: int, world: int) -> Packed:
+def held_out_source(config: TrainConfig, batch: int, rank: int, world_size: int) -> Packed:
     """Return the source of validation batches: the end of the text, which is not trained on."""
     held = read_text("data.path", path_of(config)).held
     tokens = OwnTokens(OwnText(held, [], False), tokenizer_for(config))
-    return Packed(tokens, config.data.length, batch, config.seed, rank, world)
+    return Packed(tokens, config.data.length, batch, config.seed, rank, world_size)
 
 
 def tokenizer_for(config: TrainConfig) -> Tokenizer:
