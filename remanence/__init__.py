@@ -54,7 +54,7 @@ if TYPE_CHECKING:
     from remanence.hf import attach as attach
     from remanence.hf import detach as detach
     from remanence.inference.generate import Generation as Generation
-    from remanence.inference.generate import Sampling as Sampling
+    from remanence.inference.sampling import Sampling as Sampling
     from remanence.inference.session import Session as Session
     from remanence.memory.neural import NeuralMemory as NeuralMemory
     from remanence.memory.neural import NeuralMemoryState as NeuralMemoryState

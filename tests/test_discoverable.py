@@ -15,7 +15,7 @@ from remanence import Model, ModelConfig, NeuralMemory, Rule, Session, preset
 from remanence.cli.fields import Field, all_fields, format_fields, format_value
 from remanence.config import KnnConfig, MemoryConfig, ModelFields
 from remanence.evaluate import TASKS
-from remanence.inference.generate import Sampling, SamplingFields
+from remanence.inference.sampling import Sampling, SamplingFields
 from remanence.runtime.keywords import KnnFields, MemoryFields
 from remanence.runtime.overrides import parse_value
 from remanence.train import TrainConfig, override

@@ -7,8 +7,8 @@ import torch
 from models import VARIANTS, model, pairs_tokenizer
 
 from remanence import Generation, Model, Sampling, Session, preset
-from remanence.inference import generate as generating
-from remanence.inference.generate import choose
+from remanence.inference import sampling
+from remanence.inference.sampling import choose
 from remanence.model import memories
 from remanence.testing import assert_close
 from remanence.tokenizers.tokens import ByteTokenizer, JsonTokenizer, byte_level_json, load_tokenizer
@@ -113,7 +113,7 @@ class TestNoRepeat:
         """With logits that are always the same, a before b before the rest."""
         logits = torch.full((257,), -9.0)
         logits[97], logits[98] = 2.0, 1.0
-        monkeypatch.setattr(Generation, "_finite", lambda *_: logits.expand(1, -1))
+        monkeypatch.setattr(Generation, "_check_finite", lambda *_: logits.expand(1, -1))
         found = Generation(
             bytes_model("lmm"), ["x"], Sampling(temperature=0.0, max_tokens=5, no_repeat=2)
         ).run()
@@ -138,7 +138,7 @@ class TestNoRepeat:
         assert len(found) > len(set(found)), "a model that repeats itself"
 
     def test_something_is_always_said(self, monkeypatch):
-        monkeypatch.setattr(Generation, "_finite", lambda *_: torch.zeros(1, 4))
+        monkeypatch.setattr(Generation, "_check_finite", lambda *_: torch.zeros(1, 4))
         found = Generation(
             bytes_model("lmm"), ["x"], Sampling(temperature=0.0, max_tokens=9, no_repeat=1)
         ).run()
@@ -155,7 +155,7 @@ def test_stop_texts_end_the_output_and_are_never_shown(monkeypatch):
         (("e",), "say ab th"),
     ):
         letters = iter(script.encode())
-        monkeypatch.setattr(generating, "choose", lambda *_, letters=letters: next(letters))
+        monkeypatch.setattr(sampling, "choose", lambda *_, letters=letters: next(letters))
         generation = Generation(subject, ["x"], Sampling(temperature=0.0, max_tokens=len(script), stop=stop))
         pieces = [text for _, text in generation]
         assert "".join(pieces) == generation.texts[0] == shown
@@ -164,7 +164,7 @@ def test_stop_texts_end_the_output_and_are_never_shown(monkeypatch):
 
 def test_half_characters_are_held_back(monkeypatch):
     letters = iter("aé🎉".encode() + b"\xf0\x9f")
-    monkeypatch.setattr(generating, "choose", lambda *_: next(letters))
+    monkeypatch.setattr(sampling, "choose", lambda *_: next(letters))
     pieces = [
         text for _, text in Generation(bytes_model("lmm"), ["x"], Sampling(temperature=0.0, max_tokens=9))
     ]
@@ -173,7 +173,7 @@ def test_half_characters_are_held_back(monkeypatch):
 
 def test_the_end_of_a_document_ends_the_output(monkeypatch):
     letters = iter([65, 66, 256, 67])
-    monkeypatch.setattr(generating, "choose", lambda *_: next(letters))
+    monkeypatch.setattr(sampling, "choose", lambda *_: next(letters))
     generation = Generation(bytes_model("lmm"), ["x"], Sampling(temperature=0.0, max_tokens=9)).run()
     assert generation.texts == ["AB"]
     assert generation.state.position.tolist() == [3], "the mark itself is no part of what was said"

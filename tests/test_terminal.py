@@ -23,7 +23,7 @@ from remanence.cli.console import Console
 from remanence.cli.evaluate import table
 from remanence.cli.progress import Progress
 from remanence.evaluate.task import Row
-from remanence.inference import generate, memfile
+from remanence.inference import memfile, sampling
 from remanence.io.tensors import describe, write_tensors
 from remanence.runtime.terminal import escape_controls
 from remanence.tokenizers.tokens import byte_level_json
@@ -245,7 +245,7 @@ def says(monkeypatch):
             place = tokens[generator] = tokens.get(generator, -1) + 1
             return raw[place] if place < len(raw) else 256
 
-        monkeypatch.setattr(generate, "choose", choose)
+        monkeypatch.setattr(sampling, "choose", choose)
 
     return force
 

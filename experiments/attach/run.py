@@ -38,8 +38,9 @@ from remanence import attach
 from remanence.attached.base import PretrainedSource
 from remanence.attached.folder import load as load_attached
 from remanence.attached.model import Attached
-from remanence.inference.generate import Generation, Sampling
+from remanence.inference.generate import Generation
 from remanence.inference.reader import read
+from remanence.inference.sampling import Sampling
 from remanence.recipes import load_recipe
 from remanence.tasks.answers import contains_value
 from remanence.tasks.fact_dialogues import KINDS, Kind, Turns, draw_facts

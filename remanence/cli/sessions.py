@@ -22,7 +22,7 @@ from remanence.runtime.sampling import MAX_TOKENS, TEMPERATURE
 from remanence.runtime.terminal import echo, echo_generated
 
 if TYPE_CHECKING:
-    from remanence.inference.generate import Sampling
+    from remanence.inference.sampling import Sampling
     from remanence.inference.session import Session
 
 AUTOSAVE = float(os.environ.get("REMANENCE_AUTOSAVE", "60"))
@@ -154,7 +154,7 @@ class SamplingOptions:
 
     def sampling(self) -> Sampling:
         """Return the options as a `Sampling`."""
-        from remanence.inference.generate import Sampling
+        from remanence.inference.sampling import Sampling
 
         return Sampling(
             max_tokens=self.max_tokens,

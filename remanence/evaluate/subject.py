@@ -16,9 +16,10 @@ from torch import Tensor, nn
 from remanence.attached.folder import load_model
 from remanence.config import Mode
 from remanence.evaluate.checkpoint import ReadingCheckpoint
-from remanence.inference.generate import Generation, Sampling, check_tokenizer
+from remanence.inference.generate import Generation, check_tokenizer
 from remanence.inference.memfile import HasWeights
 from remanence.inference.reader import PIECE, piece_size, piece_slices, read, token_pieces, traces
+from remanence.inference.sampling import Sampling
 from remanence.io.files import read_json
 from remanence.io.migrations import accepts_old_names
 from remanence.io.shipped import resolve_model_path

@@ -7,8 +7,9 @@ from typing import Unpack
 
 import torch
 
-from remanence.inference.generate import Generation, Sampling, SamplingFields
+from remanence.inference.generate import Generation
 from remanence.inference.reader import read
+from remanence.inference.sampling import Sampling, SamplingFields
 from remanence.inference.session import Session
 from remanence.model import State
 from remanence.runtime.errors import DivergedError

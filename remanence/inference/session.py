@@ -11,8 +11,9 @@ import torch
 from remanence.attached.folder import load_model
 from remanence.config import Mode
 from remanence.inference import memfile
-from remanence.inference.generate import WRITES, Generation, Sampling, SamplingFields, Write, check_tokenizer
+from remanence.inference.generate import WRITES, Generation, Write, check_tokenizer
 from remanence.inference.reader import ReadResult, piece_size, read, token_pieces
+from remanence.inference.sampling import Sampling, SamplingFields
 from remanence.model import CausalModel, State
 from remanence.runtime.deprecation import renamed_method
 from remanence.runtime.errors import DivergedError

@@ -21,7 +21,8 @@ from torch import Tensor
 
 from remanence.data import Batch
 from remanence.data.streams import PREFIX
-from remanence.inference.generate import Generation, Sampling
+from remanence.inference.generate import Generation
+from remanence.inference.sampling import Sampling
 from remanence.io.files import locked, remove_leftovers, replacing_folder, write_json
 from remanence.io.tensors import write_tensors
 from remanence.memory.policies import unigrams
