@@ -1,0 +1,187 @@
+"""The order of versions: which memories an owner has, and which versions each memory has had, in SQLite.
+
+A version never changes. A memory names its newest version, its head, and is moved to another by compare-and-swap, so
+that two requests that started from the same version cannot both succeed. A change is on disk when its call returns.
+"""
+
+from __future__ import annotations
+
+import secrets
+import sqlite3
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import NamedTuple
+
+SCHEMA = """
+CREATE TABLE IF NOT EXISTS memories (
+    id TEXT PRIMARY KEY, owner TEXT NOT NULL, name TEXT, head TEXT NOT NULL, created REAL NOT NULL,
+    UNIQUE (owner, name)
+);
+CREATE TABLE IF NOT EXISTS versions (
+    id TEXT PRIMARY KEY, memory TEXT NOT NULL REFERENCES memories (id) ON DELETE CASCADE, parent TEXT,
+    tokens INTEGER NOT NULL, bytes INTEGER NOT NULL, messages INTEGER NOT NULL, transcript TEXT NOT NULL,
+    created REAL NOT NULL
+);
+CREATE INDEX IF NOT EXISTS versions_of_memory ON versions (memory, created);
+"""
+SCHEMA_VERSION = 1
+
+
+class ConflictError(ValueError):
+    """Another request changed the memory first."""
+
+
+class Version(NamedTuple):
+    """One version of a memory.
+
+    id
+        Its name, which is also that of its file. The first version of a memory has no file: nothing was read.
+    memory, parent
+        The memory that it belongs to, and the version that it was made from.
+    tokens, bytes
+        The number of tokens read and generated so far, and the size of the file.
+    messages, transcript
+        The number of chat messages in the conversation so far, and a digest of them.
+    created
+        The time in seconds since 1970.
+    """
+
+    id: str
+    memory: str
+    parent: str | None
+    tokens: int
+    bytes: int
+    messages: int
+    transcript: str
+    created: float
+
+
+class Memory(NamedTuple):
+    """A memory: its owner, the name that the owner gave it, and its newest version."""
+
+    id: str
+    owner: str
+    name: str | None
+    head: str
+    created: float
+
+
+def new_id(kind: str) -> str:
+    """Return a new identifier that cannot be guessed: ``mem_...`` or ``ver_...``."""
+    return f"{kind}_{secrets.token_hex(16)}"
+
+
+class Database:
+    """Memories and versions in one SQLite file. Its methods may be called in any thread."""
+
+    def __init__(self, path: Path) -> None:
+        self._lock = threading.RLock()
+        self._connection = sqlite3.connect(path, check_same_thread=False, isolation_level=None, timeout=30)
+        self._connection.execute("PRAGMA journal_mode = WAL")
+        self._connection.execute("PRAGMA synchronous = FULL")
+        self._connection.execute("PRAGMA foreign_keys = ON")
+        found = self._connection.execute("PRAGMA user_version").fetchone()[0]
+        if found > SCHEMA_VERSION:
+            raise ValueError(f"{path}: expected schema {SCHEMA_VERSION} or older, got {found}; a newer remanence made it")
+        with self._transaction() as connection:
+            for statement in SCHEMA.split(";"):
+                connection.execute(statement)
+            connection.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")
+
+    def close(self) -> None:
+        with self._lock:
+            self._connection.close()
+
+    @contextmanager
+    def _transaction(self) -> Iterator[sqlite3.Connection]:
+        """Run statements that take effect together, or not at all."""
+        with self._lock:
+            self._connection.execute("BEGIN IMMEDIATE")
+            try:
+                yield self._connection
+            except BaseException:
+                self._connection.execute("ROLLBACK")
+                raise
+            self._connection.execute("COMMIT")
+
+    def _rows(self, query: str, *values: object) -> list[tuple]:
+        with self._lock:
+            return self._connection.execute(query, values).fetchall()
+
+    def create(self, owner: str, name: str | None = None) -> Memory:
+        """Create an empty memory. Raises `ConflictError` if the owner has one of this name."""
+        now, memory = time.time(), new_id("mem")
+        first = Version(new_id("ver"), memory, None, 0, 0, 0, "", now)
+        try:
+            with self._transaction() as connection:
+                connection.execute(
+                    "INSERT INTO memories VALUES (?, ?, ?, ?, ?)", (memory, owner, name, first.id, now)
+                )
+                connection.execute(f"INSERT INTO versions VALUES ({', '.join('?' * len(first))})", first)
+        except sqlite3.IntegrityError:
+            raise ConflictError(f"name: expected one that no memory has, got {name!r}") from None
+        return Memory(memory, owner, name, first.id, now)
+
+    def memory(self, owner: str, identifier: str) -> Memory | None:
+        """Return an owner's memory by its identifier or name; None if the owner has no such memory."""
+        found = self._rows("SELECT * FROM memories WHERE owner = ? AND (id = ? OR name = ?)", owner, identifier, identifier)
+        return Memory(*found[0]) if found else None
+
+    def memories(self, owner: str) -> list[Memory]:
+        """Return all memories of an owner, the oldest first."""
+        return [Memory(*row) for row in self._rows("SELECT * FROM memories WHERE owner = ? ORDER BY created, id", owner)]
+
+    def version(self, owner: str, identifier: str) -> Version | None:
+        """Return a version of one of the owner's memories; None if there is none."""
+        found = self._rows(
+            "SELECT versions.* FROM versions JOIN memories ON memories.id = memory WHERE owner = ? AND versions.id = ?",
+            owner, identifier,
+        )  # fmt: skip
+        return Version(*found[0]) if found else None
+
+    def versions(self, memory: str) -> list[Version]:
+        """Return the versions of a memory, the oldest first."""
+        return [Version(*row) for row in self._rows("SELECT * FROM versions WHERE memory = ? ORDER BY created, id", memory)]
+
+    def all_versions(self) -> set[str]:
+        """Return the identifiers of all versions of all memories."""
+        return {row[0] for row in self._rows("SELECT id FROM versions")}
+
+    def commit(self, version: Version, expected_head: str | None) -> None:
+        """Add a version and make it the head of its memory. Raises `ConflictError`, without any change, if the
+        head is not `expected_head`, or if the memory is gone. With None, the head is left as it is: a branch.
+        """
+        with self._transaction() as connection:
+            if expected_head is not None:
+                changed = connection.execute(
+                    "UPDATE memories SET head = ? WHERE id = ? AND head = ?", (version.id, version.memory, expected_head)
+                )
+                if changed.rowcount != 1:
+                    raise ConflictError("memory: another request has changed or deleted it; send this one again")
+            try:
+                connection.execute(f"INSERT INTO versions VALUES ({', '.join('?' * len(version))})", version)
+            except sqlite3.IntegrityError:
+                raise ConflictError("memory: it was deleted meanwhile") from None
+
+    def delete(self, memory: str) -> list[str]:
+        """Delete a memory with all its versions, and return their identifiers."""
+        with self._transaction() as connection:
+            found = [row[0] for row in connection.execute("SELECT id FROM versions WHERE memory = ?", (memory,))]
+            connection.execute("DELETE FROM memories WHERE id = ?", (memory,))
+        return found
+
+    def prune(self, memory: str, keep: int) -> list[str]:
+        """Delete the oldest versions of a memory but the newest `keep` and the head. Returns the identifiers of
+        the deleted ones.
+        """
+        with self._transaction() as connection:
+            rows = connection.execute(
+                "SELECT versions.id, head FROM versions JOIN memories ON memories.id = memory WHERE memory = ? "
+                "ORDER BY versions.created DESC, versions.id", (memory,),
+            ).fetchall()  # fmt: skip
+            old = [identifier for identifier, head in rows[keep:] if identifier != head]
+            connection.executemany("DELETE FROM versions WHERE id = ?", [(each,) for each in old])
+        return old
