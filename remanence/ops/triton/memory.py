@@ -7,7 +7,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from remanence.ops.layout import DeviceLayout, gates_with_tail
+from remanence.ops.layout import SyncFreeLayout, gates_with_tail
 from remanence.ops.nets import MLP
 from remanence.ops.rules import LinearRule
 from remanence.ops.state import DIVERGENCE_LIMIT, Gates, MemoryState
@@ -50,7 +50,7 @@ def memorize(
     """
     exact = state.k.dtype
     op = q.dtype if q.dtype == torch.bfloat16 else exact
-    layout = DeviceLayout(q.shape[0], q.shape[1], state, chunk, offsets, aligned)
+    layout = SyncFreeLayout(q.shape[0], q.shape[1], state, chunk, offsets, aligned)
     q, k, v = (x.to(op) for x in (q, k, v))
     q, k, v = layout.query_rows(q), layout.rows_with_tail(state.k, k), layout.rows_with_tail(state.v, v)
     gates = gates_with_tail(layout, state, gates)
