@@ -309,7 +309,7 @@ def test_features_of_any_depth_take_the_kernels(hidden, monkeypatch):
     leaves = [x, *features.parameters()]
     plain = gradients(call, leaves, ())
     asked, used, launch = [], [], tiles.launch_kernel
-    monkeypatch.setattr(layer, "fits", lambda x, **sizes: asked.append(sizes) or True)
+    monkeypatch.setattr(layer, "is_supported", lambda x, **sizes: asked.append(sizes) or True)
     monkeypatch.setattr(
         tiles, "launch_kernel", lambda name, *args, **how: (used.append(name), launch(name, *args, **how))[1]
     )
@@ -381,7 +381,7 @@ def test_a_whole_layer(rule, monkeypatch):
 
     plain = results()
     used = []
-    monkeypatch.setattr(layer, "fits", lambda x, **sizes: x.numel() > 0)
+    monkeypatch.setattr(layer, "is_supported", lambda x, **sizes: x.numel() > 0)
     launch = tiles.launch_kernel
     monkeypatch.setattr(
         tiles,
@@ -391,7 +391,9 @@ def test_a_whole_layer(rule, monkeypatch):
     ours = results()
     assert_close(plain, ours, 1e-10)
     elsewhere = {
-        name for name in tiles.TILE if name.startswith(("rms_norm", "join", "rotary", "key_features"))
+        name
+        for name in tiles.TILE
+        if name.startswith(("rms_norm", "sigmoid_gated_norm", "rotary", "key_features"))
     }  # or of wider features
     at_once = {"key_features_kernel", "key_features_backward", "heads_kernel", "heads_weight_backward"}
     assert set(used) == ({*tiles.TILE, *layer.gates.GATE_TILE} - elsewhere) | at_once
@@ -402,7 +404,7 @@ def test_under_autocast_dtypes_are_torchs(monkeypatch):
     x = torch.randn(2, 11, 24)
     with torch.autocast("cpu", torch.bfloat16):
         plain = memory.trace(x)
-        monkeypatch.setattr(layer, "fits", lambda x, **sizes: x.numel() > 0)
+        monkeypatch.setattr(layer, "is_supported", lambda x, **sizes: x.numel() > 0)
         ours = memory.trace(x)
     assert [a.dtype for a in tensors(plain)] == [b.dtype for b in tensors(ours)]
     assert distance(plain.y.float(), ours.y.float()) < 0.02
