@@ -176,9 +176,10 @@ class Layout:
         )
 
 
-class DeviceLayout:
-    """A `Layout` that does not synchronise with the device. Positions stay on the device, and shapes are
-    large enough for any position in a chunk, so a row may end with a chunk without tokens.
+class SyncFreeLayout:
+    """A `Layout` that never waits for the device (no synchronisation). Positions and indices stay on the
+    device, where they are computed, and shapes are large enough for any position in a chunk, so a row may end
+    with a chunk without tokens.
 
     With `aligned`, the caller guarantees that every row is at a chunk border, so that nothing has to be
     rearranged.
@@ -349,7 +350,7 @@ def gather_or_zero(rows: Tensor, index: Tensor) -> Tensor:
     return picked if index.dim() == 1 else picked.view(*index.shape, *rows.shape[1:])
 
 
-def gates_with_tail(layout: Layout | DeviceLayout, state: MemoryState, gates: Gates) -> Gates:
+def gates_with_tail(layout: Layout | SyncFreeLayout, state: MemoryState, gates: Gates) -> Gates:
     """Apply `rows_with_tail` to each gate and its tail in the state. Gates that the rule does not use stay
     None.
     """

@@ -39,17 +39,19 @@ COVER = pairwise(
 @pytest.mark.parametrize("s", COVER, ids=lambda s: "-".join(map(str, s.values())))
 def test_triton_equals_chunked(s, monkeypatch):
     if s["blocks"] == "streams":
-        monkeypatch.setattr(fused, "REGISTERS", 8)
+        monkeypatch.setattr(fused, "MAX_HIDDEN_IN_REGISTERS", 8)
         monkeypatch.setattr(fused, "BLOCKS", dict.fromkeys(fused.BLOCKS, 16))
     if s["chunk"] != 4:  # held apart as on long chunks
         tiles = fused.Plan.tiles
         force = lambda *args: {
-            name: True if name == "APART" else value for name, value in tiles(*args).items()
+            name: True if name == "IN_LOOP" else value for name, value in tiles(*args).items()
         }
         monkeypatch.setattr(fused.Plan, "tiles", force)
     if s["quick"]:  # the gates' products as beside bfloat16 operands
         coefficients = fused.Plan.coefficients
-        monkeypatch.setattr(fused.Plan, "coefficients", lambda *args: {**coefficients(*args), "QUICK": True})
+        monkeypatch.setattr(
+            fused.Plan, "coefficients", lambda *args: {**coefficients(*args), "FROM_LOG_SUMS": True}
+        )
     net = MLP(norm=s["norm"], residual=s["residual"], activation=s["activation"], expansion=s["expansion"])
     rule = Rule(momentum=s["momentum"], forget=s["forget"])
     case = Case(
@@ -99,7 +101,7 @@ def test_a_call_continues_what_another_began():
 @pytest.mark.parametrize("width", [16, 32])
 def test_float32_is_as_exact_as_torch(width, blocks, monkeypatch):
     if blocks == "streams":
-        monkeypatch.setattr(fused, "REGISTERS", 8)
+        monkeypatch.setattr(fused, "MAX_HIDDEN_IN_REGISTERS", 8)
         monkeypatch.setattr(fused, "BLOCKS", dict.fromkeys(fused.BLOCKS, 16))
     case = Case(net=MLP(expansion=1.0), width=width, tokens=40, chunk=16, batch=1, heads=1, step=-5.0)
     exact = case.leaves()
@@ -125,7 +127,7 @@ def test_float32_is_as_exact_as_torch(width, blocks, monkeypatch):
 def test_the_leash_holds_as_chunked_does(blocks, largest, monkeypatch):
     """Equal keys and a full step: the carried gradient outgrows float32, and is held at the same length."""
     if blocks == "streams":
-        monkeypatch.setattr(fused, "REGISTERS", 8)
+        monkeypatch.setattr(fused, "MAX_HIDDEN_IN_REGISTERS", 8)
         monkeypatch.setattr(fused, "BLOCKS", dict.fromkeys(fused.BLOCKS, 16))
     # A reach that is exceeded in most chunks, in float64, where both tiers agree to many digits.
     monkeypatch.setattr(torch, "finfo", lambda dtype: type("Short", (), {"eps": 30.0, "max": largest}))
@@ -201,7 +203,7 @@ def one_call(leaves, case, change=lambda y: y):
 @pytest.mark.parametrize("net", [MLP(expansion=1.5), MLP(depth=1, norm=False)], ids=["two layers", "one"])
 @pytest.mark.parametrize("offsets", [None, [0, 9, 9, 23]])
 def test_a_long_call_without_gradients_goes_piece_by_piece(net, offsets, monkeypatch):
-    monkeypatch.setattr(memory, "PIECE", 2)
+    monkeypatch.setattr(memory, "PIECE_CHUNKS", 2)
     case = Case(net=net, tokens=23, batch=1 if offsets else 2, heads=1, offsets=offsets)
     leaves = [x.detach() for x in case.leaves()]
     assert_close(case.call("chunked")(*leaves), case.call("triton")(*leaves), 1e-10)
