@@ -130,8 +130,8 @@ def load(
     }
     own = dict(attached.saved_parameters())
     for name in sorted(own.keys() ^ tensors.keys()):
-        told = "is missing" if name in own else "this model has no place for"
-        raise ValueError(f"{folder / WEIGHTS}: a tensor {name!r} that {told}")
+        problem = "is missing" if name in own else "this model has no place for"
+        raise ValueError(f"{folder / WEIGHTS}: a tensor {name!r} that {problem}")
     for name, parameter in own.items():
         if parameter.shape != tensors[name].shape:
             shapes = f"{list(parameter.shape)}, got {list(tensors[name].shape)}"

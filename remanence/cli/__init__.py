@@ -159,8 +159,8 @@ def _parse(arguments: list[str]) -> Command:
         except SystemExit as stop:
             code = stop.code
     if code:
-        told = COLOURS.sub("", errors.getvalue()).splitlines()
-        lines = [line.strip("╰╯│─ ") for line in told if not line.startswith("╭")]
+        messages = COLOURS.sub("", errors.getvalue()).splitlines()
+        lines = [line.strip("╰╯│─ ") for line in messages if not line.startswith("╭")]
         hint = _options_hint(arguments)
         _fail(f"remanence: error: {hint}{' '.join(line for line in lines if line.strip('- '))}", 2)
     if overridable is not None:
