@@ -39,7 +39,7 @@ from remanence.ops.triton import dispatch, launch, resources
 from remanence.ops.triton.memory import plan_of
 from remanence.train import DataConfig, OptimizerConfig, TrainConfig, engine
 from remanence.train.carry import carry_in
-from remanence.train.distributed import World
+from remanence.train.distributed import ProcessGroup
 from remanence.train.graphed import Graphed, Graphs
 from remanence.train.plan import flops_per_token
 
@@ -507,13 +507,13 @@ def one_carried(model: Model, optimizer: torch.optim.Optimizer, settings: TrainC
     read = Batch(tokens[:, :-1], tokens[:, 1:], None, None, None)
     carried, number = None, 0
     settings = replace(settings, carry=case != RESET)
-    graphs = Graphs(model, settings, World(torch.device(DEVICE)), False)
+    graphs = Graphs(model, settings, ProcessGroup(torch.device(DEVICE)), False)
 
     def step() -> None:
         nonlocal carried, number
         begins = torch.arange(batch) == number % batch if "one begins" in case else None
         here = read._replace(begins=begins)
-        graph = graphs.of([here], carried)
+        graph = graphs.select_graph([here], carried)
         state = carry_in(model, carried, here) if settings.carry and graph is None else None
         seen = engine.take_step(
             model, optimizer, settings, [here], state, number, graph=graph, carried=carried

@@ -25,7 +25,7 @@ from remanence.ops.state import memories
 from remanence.runtime.choices import check_choice
 from remanence.runtime.keywords import show_fields
 from remanence.runtime.mode import RenamedMode, renamed_mode
-from remanence.runtime.module import ours
+from remanence.runtime.module import is_package_module
 from remanence.runtime.positions import advance_position, positions_of, with_host_copy
 from remanence.runtime.ragged import SegmentSplit
 from remanence.runtime.state import TensorTuple
@@ -321,7 +321,7 @@ class Backbone(Module):
 
     def _reads_in_wavefront(self) -> bool:
         """Whether the schedule and the blocks allow several layers to be computed at once."""
-        if self.schedule == "layers" or torch.compiler.is_compiling() or not ours(self):
+        if self.schedule == "layers" or torch.compiler.is_compiling() or not is_package_module(self):
             return False
         return wavefront.unsupported_reason(list(self.blocks)) is None
 
@@ -376,7 +376,7 @@ class Backbone(Module):
         return Trace(split.join(pieces), state, columns, joined)
 
     def _trace_masked(
-        self, x: Tensor, state: State | None, mask: Tensor, mode: Mode, keep: bool, text: Text | None
+        self, x: Tensor, state: State | None, mask: Tensor, memory_mode: Mode, keep: bool, text: Text | None
     ) -> Trace:
         """Remove the padding, read the tokens packed into one row, and restore the padding in the results.
         Padding therefore cannot change a state.
@@ -384,7 +384,7 @@ class Backbone(Module):
         borders = [0, *mask.sum(1).cumsum(0).tolist()]
         packed = lambda full: full[mask].unsqueeze(0)
         text = text and text._replace(tokens=packed(text.tokens))
-        inside = self.trace(packed(x), state, offsets=borders, memory_mode=mode, keep=keep, text=text)
+        inside = self.trace(packed(x), state, offsets=borders, memory_mode=memory_mode, keep=keep, text=text)
         traces = tuple(
             MemoryTrace.map_tensors(trace, lambda tensor: pad_to_mask(tensor, mask))
             for trace in inside.traces

@@ -138,7 +138,7 @@ class CausalModel(Protocol):
         whether the calls also pass a state on.
         """
 
-    def decode_unsupported_reason(self, mode: Mode) -> str | None:
+    def decode_unsupported_reason(self, memory_mode: Mode) -> str | None:
         """Return the reason why tokens cannot be decoded in place in this memory mode, or None if they can."""
 
     def save(self, folder: str | Path) -> None:

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from remanence.config import ModelConfig
-from remanence.io.files import DIGEST, read_json, replacing, sealed, unsealed, write_json
+from remanence.io.files import DIGEST, add_digest, check_digest, read_json, replacing, write_json
 from remanence.io.migrations import current_name
 from remanence.io.shipped import resolve_model_path, shipped_models
 from remanence.io.tensors import (
@@ -350,7 +350,7 @@ def describe(config: ModelConfig, dtype: torch.dtype) -> dict[str, Any]:
         "num_hidden_layers": config.num_layers,
         "num_attention_heads": config.heads,
         "tie_word_embeddings": config.tie,
-        "remanence": sealed(config.to_dict()),
+        "remanence": add_digest(config.to_dict()),
     }
 
 
@@ -375,7 +375,7 @@ def _config(folder: Path, data: dict[str, Any]) -> ModelConfig:
         raise ValueError(f"{path}: expected model_type 'remanence', got {short_repr(kind)}")
     if not isinstance(own, dict):
         raise ValueError(f"{path}: remanence: expected the model's fields, got {short_repr(own)}")
-    fields = unsealed(path, own)
+    fields = check_digest(path, own)
     try:
         return ModelConfig.from_dict(fields)
     except ValueError as error:

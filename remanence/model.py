@@ -19,7 +19,7 @@ from remanence.io.migrations import current_name
 from remanence.mixers import Mixer, Text
 from remanence.runtime.keywords import show_fields
 from remanence.runtime.mode import RenamedMode, renamed_mode
-from remanence.runtime.module import Module, altered, check_transforms
+from remanence.runtime.module import Module, alteration_reason, check_transforms
 
 __all__ = [
     "CausalModel",
@@ -203,7 +203,7 @@ class Model(Module):
         text = Text(tokens, self.log_unigrams, self.logits)
         settings = _CallSettings(mask=mask, offsets=offsets, memory_mode=memory_mode)
         x, known = self.embed(tokens), type(self.backbone).forward is Backbone.forward
-        if known and altered([self.backbone]) is None:
+        if known and alteration_reason([self.backbone]) is None:
             return self.backbone.trace(x, state, keep=keep, text=text, **settings)
         # The backbone has hooks, or its class overrides `forward`, which may return only hidden vectors and state.
         extra = {"keep": keep, "text": text, "traced": True} if known else {}
@@ -246,9 +246,9 @@ class Model(Module):
         reasons = (mixer.capture_unsupported_reason(carries) for mixer in self.mixers)
         return next((reason for reason in reasons if reason is not None), None)
 
-    def decode_unsupported_reason(self, mode: Mode) -> str | None:
+    def decode_unsupported_reason(self, memory_mode: Mode) -> str | None:
         """Return the reason why tokens cannot be decoded in place in this memory mode, or None if they can."""
-        reasons = (mixer.decode_unsupported_reason(mode) for mixer in self.mixers)
+        reasons = (mixer.decode_unsupported_reason(memory_mode) for mixer in self.mixers)
         return next((reason for reason in reasons if reason is not None), None)
 
     def describe(self) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from remanence.attached import base as pretrained
 from remanence.attached import folder as attached_folder
 from remanence.attached.base import digest
 from remanence.inference import memfile
-from remanence.io.files import read_json, sealed, unsealed, write_json
+from remanence.io.files import add_digest, check_digest, read_json, write_json
 
 OTHERS = {
     "rope_theta": {"rope_parameters": {"rope_type": "default", "rope_theta": 5e5}},
@@ -166,7 +166,7 @@ def test_what_an_earlier_version_saved_opens_with_a_warning(tmp_path, monkeypatc
         session.save(tmp_path / "a.mem")
     own.save(tmp_path / "own")
     data = read_json(tmp_path / "own" / "config.json")
-    data["remanence"] = sealed({**unsealed("", data["remanence"]), "base": earlier})
+    data["remanence"] = add_digest({**check_digest("", data["remanence"]), "base": earlier})
     write_json(tmp_path / "own" / "config.json", data)
     with pytest.warns(UserWarning, match="samples of the pretrained model only; save it again") as said:
         again = attached_folder.load(tmp_path / "own", base())

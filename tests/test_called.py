@@ -30,7 +30,7 @@ from remanence.mixers import MAC, MAG, MixerOutput, wavefront
 from remanence.mixers.base import ForwardDecoder
 from remanence.mixers.mac import MACDecoder
 from remanence.mixers.memory import Memory
-from remanence.runtime.module import Watch, altered, modules_of, overridden, plain
+from remanence.runtime.module import Watch, alteration_reason, is_unmodified, modules_of, overridden_method
 from remanence.testing import assert_close
 from remanence.train.graphed import Graphed
 
@@ -197,7 +197,7 @@ def test_global_hooks_run_for_every_layer(register):
     handle = register_module_full_backward_hook(lambda *_: None)
     try:
         assert "global" in wavefront.unsupported_reason(list(subject.blocks))
-        assert not plain(subject.blocks[0].ffn.up, Linear)
+        assert not is_unmodified(subject.blocks[0].ffn.up, Linear)
     finally:
         handle.remove()
     assert wavefront.unsupported_reason(list(subject.blocks)) is None
@@ -345,7 +345,7 @@ def test_a_mixin_in_front_overrides():
 
     subject, tokens = model("mag"), text()
     with_class(subject.blocks[0].mixer, LoudMAG)
-    assert overridden(subject.blocks[0].mixer, "decoder") == "forward"
+    assert overridden_method(subject.blocks[0].mixer, "decoder") == "forward"
     assert_close(decoded(subject, tokens)[0], subject(tokens)[0][:, -3:], 1e-9)
 
 
@@ -520,15 +520,15 @@ def test_plain():
         (layer.norm, RMSNorm),
         (layer, NeuralMemory),
     ):
-        assert plain(part, kind) and not plain(part, nn.Module)
+        assert is_unmodified(part, kind) and not is_unmodified(part, nn.Module)
         for register in (part.register_forward_hook, part.register_forward_pre_hook,
                          part.register_full_backward_hook, part.register_full_backward_pre_hook):  # fmt: skip
             handle = register(lambda *_: None)
-            assert not plain(part, kind)
+            assert not is_unmodified(part, kind)
             handle.remove()
-            assert plain(part, kind)
+            assert is_unmodified(part, kind)
         with_class(part, type("Other", (kind,), {}))
-        assert not plain(part, kind)
+        assert not is_unmodified(part, kind)
 
 
 @pytest.mark.slow
@@ -549,11 +549,11 @@ def test_compiled_layers_run_hooks_and_overrides():
 def test_nothing_is_altered_at_first():
     for variant in VARIANTS:
         subject = model(variant)
-        assert altered(modules_of(subject)) is None and uncaptured_code_reason(subject) is None
+        assert alteration_reason(modules_of(subject)) is None and uncaptured_code_reason(subject) is None
         assert all(in_place(block) for block in subject.blocks)
     assert isinstance(ForwardDecoder(subject.blocks[0], subject.start(1).blocks[0], "on").is_capturable, bool)
-    assert plain(model().blocks[0].mixer.memory, Memory)
-    assert plain(model().blocks[0].mixer.attention, SegmentAttention)
+    assert is_unmodified(model().blocks[0].mixer.memory, Memory)
+    assert is_unmodified(model().blocks[0].mixer.attention, SegmentAttention)
 
 
 def test_sharded_blocks_are_read_in_a_wavefront():

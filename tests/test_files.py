@@ -12,11 +12,11 @@ import torch
 
 from remanence.io.files import (
     _temporary_folder,
+    add_digest,
     locked,
     read_json,
     replacing,
     replacing_folder,
-    sealed,
     write_json,
 )
 from remanence.io.tensors import read_header, read_tensors, write_tensors
@@ -99,7 +99,7 @@ def test_a_lock_dies_with_its_process(tmp_path):
 
 def test_a_sealed_object_is_read_back_or_refused(tmp_path):
     path, data = tmp_path / "a.json", {"step": 100, "shape": [1, 2], "name": "é"}
-    write_json(path, sealed(data))
+    write_json(path, add_digest(data))
     assert read_json(path) == data
     text = path.read_text()
     path.write_text(text.replace("100", "900"))

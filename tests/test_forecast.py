@@ -12,7 +12,7 @@ from remanence.backbone import Backbone
 from remanence.forecast import Forecaster
 from remanence.forecast.network import NETWORKS, WindowBatch, load_network, make_network
 from remanence.forecast.online import SHIFTS, roll
-from remanence.io.files import sealed, unsealed
+from remanence.io.files import add_digest, check_digest
 from remanence.train import OptimizerConfig
 
 QUICK = {"lookback": 24, "horizon": 8, "device": "cpu", "patch": 8, "stride": 4, "steps": 8, "batch": 8}
@@ -146,7 +146,7 @@ class TestFolders:
         network().save(tmp_path / "m")
         path = tmp_path / "m" / "config.json"
         data = json.loads(path.read_text())
-        data["remanence"] = sealed({**unsealed(path, data["remanence"]), **change})
+        data["remanence"] = add_digest({**check_digest(path, data["remanence"]), **change})
         path.write_text(json.dumps(data))
         with pytest.raises(ValueError, match=message) as error:
             load_network(tmp_path / "m")
@@ -180,7 +180,7 @@ class TestOnline:
         changed[168:] += torch.randn(72, 3)
         for each in (values, changed):
             seen.append([])
-            roll(made, each, 72, mode=mode, warm=2, phases=1)
+            roll(made, each, 72, memory_mode=mode, warm=2, phases=1)
         origins = [24 * (step + 1) for step in range(len(seen[0]))]
         for origin, (one, _), (two, _) in zip(origins, *seen, strict=True):
             assert torch.equal(one, two) == (origin <= 168), origin
@@ -203,7 +203,7 @@ class TestOnline:
                 made.memory_mode = "on"
                 fresh.append((made(x)[0] - y).square().mean())
         for mode, wanted in (("on", carried), ("frozen", frozen), ("fresh", fresh)):
-            rolled = roll(made, values, 96, mode=mode, warm=3, phases=1)
+            rolled = roll(made, values, 96, memory_mode=mode, warm=3, phases=1)
             torch.testing.assert_close(rolled.mse, torch.stack(wanted), rtol=1e-4, atol=1e-6)
             assert rolled.origins.tolist() == list(range(96, 240 - 8 + 1, 24))
         assert made.memory_mode == "on"
@@ -234,7 +234,7 @@ class TestOnline:
         ):
             roll(network(), stream(100), 10)
         with pytest.raises(ValueError, match="mode: expected one of on, off, frozen, fresh"):
-            roll(network(), stream(100), 48, mode="slow")
+            roll(network(), stream(100), 48, memory_mode="slow")
 
 
 @pytest.fixture(scope="module")

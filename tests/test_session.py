@@ -113,7 +113,7 @@ class TestNoRepeat:
         """With logits that are always the same, a before b before the rest."""
         logits = torch.full((257,), -9.0)
         logits[97], logits[98] = 2.0, 1.0
-        monkeypatch.setattr(Generation, "_finite", lambda *_: logits.expand(1, -1))
+        monkeypatch.setattr(Generation, "_check_finite", lambda *_: logits.expand(1, -1))
         found = Generation(
             bytes_model("lmm"), ["x"], Sampling(temperature=0.0, max_tokens=5, no_repeat=2)
         ).run()
@@ -138,7 +138,7 @@ class TestNoRepeat:
         assert len(found) > len(set(found)), "a model that repeats itself"
 
     def test_something_is_always_said(self, monkeypatch):
-        monkeypatch.setattr(Generation, "_finite", lambda *_: torch.zeros(1, 4))
+        monkeypatch.setattr(Generation, "_check_finite", lambda *_: torch.zeros(1, 4))
         found = Generation(
             bytes_model("lmm"), ["x"], Sampling(temperature=0.0, max_tokens=9, no_repeat=1)
         ).run()

@@ -25,7 +25,7 @@ from remanence.cli.progress import Progress
 from remanence.evaluate.task import Row
 from remanence.inference import generate, memfile
 from remanence.io.tensors import describe, write_tensors
-from remanence.runtime.terminal import shown
+from remanence.runtime.terminal import escape_controls
 from remanence.tokenizers.tokens import byte_level_json
 
 ROOT = Path(__file__).parent.parent
@@ -109,15 +109,19 @@ def memory_file(path):
 
 
 def test_control_characters_are_shown_one_by_one():
-    assert shown(HOSTILE, keep="").startswith(HARMLESS)
-    assert shown("a\tb\nc") == "a\tb\nc" and shown("a\tb\nc", keep="") == "a\\tb\\nc"
-    assert shown("\udc9b") == "\\udc9b", "a byte of a file's name that is no UTF-8"
+    assert escape_controls(HOSTILE, allowed="").startswith(HARMLESS)
+    assert escape_controls("a\tb\nc") == "a\tb\nc" and escape_controls("a\tb\nc", allowed="") == "a\\tb\\nc"
+    assert escape_controls("\udc9b") == "\\udc9b", "a byte of a file's name that is no UTF-8"
     whole = "".join(map(chr, [*range(0x3000), *range(0xD7F0, 0xE010)]))
-    assert not CONTROL.search(shown(whole, keep="\n")) and shown(shown(whole)) == shown(whole)
+    assert not CONTROL.search(escape_controls(whole, allowed="\n")) and escape_controls(
+        escape_controls(whole)
+    ) == escape_controls(whole)
     written = "Ünï \\x1b 日本語 שלום 👩\u200d🔬 می\u200cخ"
-    assert shown(written) == written, "letters, and the joiners that some scripts need, are as they are"
+    assert escape_controls(written) == written, (
+        "letters, and the joiners that some scripts need, are as they are"
+    )
     text = json.dumps({HOSTILE: HOSTILE}, ensure_ascii=False)
-    assert json.loads(shown(text)) == {HOSTILE: HOSTILE}, "JSON is still JSON, of the same text"
+    assert json.loads(escape_controls(text)) == {HOSTILE: HOSTILE}, "JSON is still JSON, of the same text"
 
 
 def test_a_strangers_memory_file(folder, tmp_path):
@@ -249,7 +253,7 @@ def says(monkeypatch):
 def test_what_a_model_says(says, folder, monkeypatch):
     ask = ["generate", folder, "--prompt"]
     says(f"a\tb\n{SEQUENCES}")
-    assert run(*ask, "x") == shown(f"a\tb\n{SEQUENCES}\n")
+    assert run(*ask, "x") == escape_controls(f"a\tb\n{SEQUENCES}\n")
     says("\x1b[2J\x9b")
     lines = [json.loads(line) for line in run(*ask, "x", HOSTILE).splitlines()]
     assert lines == [{"prompt": prompt, "text": "\x1b[2J\x9b"} for prompt in ("x", HOSTILE)]
@@ -282,7 +286,7 @@ def test_what_others_print_and_our_own_defects(monkeypatch):
 
     monkeypatch.setattr(models.Info, "run", speak)
     said = run("info", code=1)
-    assert "Traceback" in said and said.count(shown(HOSTILE)) == 4
+    assert "Traceback" in said and said.count(escape_controls(HOSTILE)) == 4
 
 
 def test_a_wrong_argument_is_one_plain_line(monkeypatch):

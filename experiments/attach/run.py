@@ -41,7 +41,7 @@ from remanence.attached.model import Attached
 from remanence.inference.generate import Generation, Sampling
 from remanence.inference.reader import read
 from remanence.recipes import load_recipe
-from remanence.tasks.answers import states
+from remanence.tasks.answers import contains_value
 from remanence.tasks.fact_dialogues import KINDS, Kind, Turns, draw_facts
 from remanence.tokenizers.tokens import JsonTokenizer
 from remanence.train import fit
@@ -241,7 +241,7 @@ def facts(
             state=state.rows([row for row, _ in facts]),
         ).run().texts  # fmt: skip
         for (_, fact), answer in zip(facts, answers, strict=True):
-            right.append(states(answer, fact.value))
+            right.append(contains_value(answer, fact.value))
             shown.append([fact.statement, answer])
     model.memory_mode = "on"
     return {

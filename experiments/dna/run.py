@@ -213,7 +213,7 @@ class Split:
         """The confusion matrix; of `both` strands' mean."""
         mode = mode or model.memory_mode
         subject, rows = (
-            Subject(model.device, network=model, mode=mode),
+            Subject(model.device, network=model, memory_mode=mode),
             1024 if model.device.type == "cuda" else 128,
         )
         found = []

@@ -36,7 +36,7 @@ from remanence.model import State, memories
 from remanence.ops import MLP, NETS, RULES, Gates, memorize, recall, start
 from remanence.tasks.recall import Recall
 from remanence.train import DataConfig, TrainConfig
-from remanence.train.distributed import World
+from remanence.train.distributed import ProcessGroup
 from remanence.train.initial_state import make_initial_state
 
 Row = dict[str, Any]
@@ -236,7 +236,11 @@ def plasticity(args: argparse.Namespace, keep: Callable[[Row], None]) -> None:
             }
             config = TrainConfig(model=model.config, data=DataConfig(kind="recall"), **ways)
             loss, norm = fit(
-                model, task.step, args.steps, 3e-3, make_initial_state(config, World(torch.device("cpu")))
+                model,
+                task.step,
+                args.steps,
+                3e-3,
+                make_initial_state(config, ProcessGroup(torch.device("cpu"))),
             )
             test = Recall(128, 8 if args.quick else 128, 8, 2, args.seed + 1000, keys=KEYS, noise=NOISE)
             fresh = right(model, test, 0, None)

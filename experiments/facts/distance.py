@@ -45,7 +45,7 @@ from remanence.io.files import write_json
 from remanence.model import Model, State, matched, parameters
 from remanence.recipes.facts import recipe
 from remanence.tasks.facts import WORDINGS
-from remanence.tasks.needle import unused
+from remanence.tasks.needle import draw_unused
 from remanence.tokenizers.tokens import ByteTokenizer
 from remanence.train import TrainConfig, fit
 from remanence.train.config import PLAIN, override
@@ -163,8 +163,8 @@ class Facts:
     def __init__(self, texts: Texts, rows: int, keys: int, wording: str = "ruler") -> None:
         draw, book = texts.rng, ""
         self.wording = WORDINGS[wording]
-        self.names = [unused(book, draw, "key", keys, []) for _ in range(rows)]
-        self.values = [unused(book, draw, "number", keys, []) for _ in range(rows)]
+        self.names = [draw_unused(book, draw, "key", keys, []) for _ in range(rows)]
+        self.values = [draw_unused(book, draw, "number", keys, []) for _ in range(rows)]
         self.asked = draw.integers(keys, size=rows)
 
     def stated(self, texts: Texts, length: int) -> np.ndarray:
@@ -214,7 +214,7 @@ def measure(
     """Right answers at every distance, in one reading; for `late` a distance is what was read before the fact."""
     mode = mode if model.has_memory else "on"
     texts = Texts(books, rows, seed)
-    subject = Subject(model.device, network=model, tokens=ByteTokenizer(), mode=mode)
+    subject = Subject(model.device, network=model, tokens=ByteTokenizer(), memory_mode=mode)
     facts = Facts(texts, rows, KEYS.get(kind, 1), wording)
     state, done = None, 0
     if kind != "late":

@@ -34,7 +34,7 @@ from experiments.shared import Row, Rows, add_arguments, machine, table_row, tab
 from remanence import Session
 from remanence.evaluate.task import wilson
 from remanence.io.shipped import FOLDER
-from remanence.tasks.answers import states
+from remanence.tasks.answers import contains_value
 from remanence.tasks.facts import WORDINGS
 from remanence.tasks.needle import ADJECTIVES, NOUNS
 
@@ -100,7 +100,7 @@ class Asker:
 
 def scored(answers: list[tuple[str, str]]) -> Row:
     """Counts of a list of values and answers, with all answers."""
-    right = [said.startswith(value) and states(said, value) for value, said in answers]
+    right = [said.startswith(value) and contains_value(said, value) for value, said in answers]
     low, high = wilson(sum(right), len(right))
     return {
         "count": len(answers),

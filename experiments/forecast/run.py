@@ -156,7 +156,7 @@ def measured(run: str, network: Network, source: WindowSource, args: argparse.Na
         for shift, change_of in SHIFTS.items():
             stream = change_of(values, middle)
             for mode in MODES:
-                rolled = roll(network, stream, start, mode=mode, warm=args.warm, phases=args.phases)
+                rolled = roll(network, stream, start, memory_mode=mode, warm=args.warm, phases=args.phases)
                 part = {
                     "before": rolled.between(start, middle - shape.horizon + 1),
                     "after": rolled.between(middle, end),

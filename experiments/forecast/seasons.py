@@ -86,7 +86,7 @@ def measured(network: Network, source: WindowSource, modes: tuple[str, ...]) -> 
     start = -(-source.protocol.borders.val // length) * length
     values, found = source.protocol.values.to(network.device), {}
     for mode in modes:
-        rolled = roll(network, values, start, mode=mode, warm=16, phases=3)
+        rolled = roll(network, values, start, memory_mode=mode, warm=16, phases=3)
         since = (rolled.origins - start) % length // (PERIOD // 4)
         found[mode] = [round(float(rolled.mse[since == part].mean()), 4) for part in range(4 * REPEATS)]
     return found

@@ -19,7 +19,7 @@ from remanence.attached.base import PretrainedSource, check_model, digest, is_le
 from remanence.attached.config import AttachConfig
 from remanence.attached.model import Attached
 from remanence.folder import Auto
-from remanence.io.files import read_json, sealed, unsealed, write_json
+from remanence.io.files import add_digest, check_digest, read_json, write_json
 from remanence.io.shipped import resolve_model_path
 from remanence.io.tensors import aligned, read_tensors, write_tensors
 from remanence.model import CausalModel, Model
@@ -75,7 +75,7 @@ def read_config(folder: str | Path) -> tuple[AttachConfig, PretrainedSource]:
     path = resolve_model_path(folder) / "config.json"
     data = read_json(path, MAX_CONFIG_BYTES)
     try:
-        config = AttachConfig.from_dict(unsealed(path, data["remanence"]))
+        config = AttachConfig.from_dict(check_digest(path, data["remanence"]))
         source = PretrainedSource(**data["base"])
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise ValueError(f"{path}: expected the configuration of an attached model ({error})") from None
@@ -130,8 +130,8 @@ def load(
     }
     own = dict(attached.saved_parameters())
     for name in sorted(own.keys() ^ tensors.keys()):
-        told = "is missing" if name in own else "this model has no place for"
-        raise ValueError(f"{folder / WEIGHTS}: a tensor {name!r} that {told}")
+        problem = "is missing" if name in own else "this model has no place for"
+        raise ValueError(f"{folder / WEIGHTS}: a tensor {name!r} that {problem}")
     for name, parameter in own.items():
         if parameter.shape != tensors[name].shape:
             shapes = f"{list(parameter.shape)}, got {list(tensors[name].shape)}"
@@ -159,5 +159,5 @@ def describe(model: Attached, config: AttachConfig | None = None) -> dict[str, A
         "model_type": KIND,
         "auto_map": AUTO.names,
         "base": model.source._asdict(),
-        "remanence": sealed((config or model.config).to_dict()),
+        "remanence": add_digest((config or model.config).to_dict()),
     }

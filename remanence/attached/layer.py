@@ -127,7 +127,9 @@ class AttachedLayer:
         inner = x if call.mask is None else x[call.mask].unsqueeze(0)
         if not torch.is_autocast_enabled(x.device.type):  # the memory may have a wider dtype than x
             inner = inner.to(memory.layer.o_proj.weight.dtype)
-        m, call.memories[self.index], call.traces[self.index] = memory(inner, state, call.offsets, call.mode)
+        m, call.memories[self.index], call.traces[self.index] = memory(
+            inner, state, call.offsets, call.memory_mode
+        )
         return (m if call.mask is None else pad_to_mask(m, call.mask)).to(x.dtype)
 
     def _record_input(self, module: nn.Module, args: HookArgs, kwargs: HookKwargs) -> None:

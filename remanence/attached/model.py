@@ -252,7 +252,7 @@ class Attached(nn.Module):
     def capture_unsupported_reason(self, carries: bool) -> str | None:
         return "the code of a pretrained model may branch on values"
 
-    def decode_unsupported_reason(self, mode: Mode) -> str | None:
+    def decode_unsupported_reason(self, memory_mode: Mode) -> str | None:
         return "the code of a pretrained model has no decoder"
 
     # Forward pass.

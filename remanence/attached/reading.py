@@ -48,13 +48,13 @@ class Call:
     def __init__(
         self,
         model: Attached,
-        mode: Mode,
+        memory_mode: Mode,
         state: State | None,
         position: Tensor,
         offsets: list[int] | None,
         mask: Tensor | None,
     ) -> None:
-        self.model, self.mode, self.state, self.position = model, mode, state, position
+        self.model, self.memory_mode, self.state, self.position = model, memory_mode, state, position
         self.offsets, self.mask = offsets, mask
         self.rotations: dict[str, tuple[Tensor, Tensor]] = {}
         self.text: Text | None = None
@@ -83,8 +83,8 @@ def set_current_call(call: Call | None) -> Iterator[None]:
 
 
 def read_windowed(
-    model: Attached, tokens: Tensor, state: State | None, mask: Tensor | None, borders: list[int] | None, mode: Mode,
-    keep: bool, layers: bool,
+    model: Attached, tokens: Tensor, state: State | None, mask: Tensor | None, borders: list[int] | None,
+    memory_mode: Mode, keep: bool, layers: bool,
 ) -> Trace:  # fmt: skip
     """Run the model with sliding windows. If there is a mask, padding is removed and the rows are read as
     packed documents, as in `Backbone`. `keep`: whether to return a complete state; `layers`: whether to
@@ -92,7 +92,9 @@ def read_windowed(
     """
     if mask is not None:
         borders = [0, *mask.sum(1).cumsum(0).tolist()]
-        inside = read_windowed(model, tokens[mask].unsqueeze(0), state, None, borders, mode, keep, layers)
+        inside = read_windowed(
+            model, tokens[mask].unsqueeze(0), state, None, borders, memory_mode, keep, layers
+        )
         traces = tuple(
             MemoryTrace.map_tensors(trace, lambda x: pad_to_mask(x, mask)) for trace in inside.traces
         )
@@ -111,7 +113,7 @@ def read_windowed(
         place = (
             begin.repeat_interleave(counts) + torch.arange(tokens.shape[1], device=tokens.device)
         ).unsqueeze(0)
-    call = Call(model, mode, state, position, borders, None)
+    call = Call(model, memory_mode, state, position, borders, None)
     call.keep = keep
     call.text = Text(tokens, None, model.logits)
     if model.config.sinks:
@@ -126,15 +128,15 @@ def read_windowed(
 
 
 def read_full_attention(
-    model: Attached, tokens: Tensor, state: State | None, mask: Tensor | None, borders: list[int] | None, mode: Mode,
-    keep: bool, layers: bool,
+    model: Attached, tokens: Tensor, state: State | None, mask: Tensor | None, borders: list[int] | None,
+    memory_mode: Mode, keep: bool, layers: bool,
 ) -> Trace:  # fmt: skip
     """Run the model with its own attention, masks and cache. The arguments are those of `read_windowed`."""
     if borders is not None:  # unpack the documents to one row each
         rows, back = to_rows(tokens, borders)
         counts = torch.tensor(borders, device=tokens.device).diff()
         inner_mask = torch.arange(rows.shape[1], device=tokens.device) < counts.unsqueeze(-1)
-        inside = model.trace(rows, state, mask=inner_mask, memory_mode=mode, keep=keep, layers=layers)
+        inside = model.trace(rows, state, mask=inner_mask, memory_mode=memory_mode, keep=keep, layers=layers)
         packed = lambda x: x.flatten(0, 1).index_select(0, back).unsqueeze(0)
         traces = tuple(MemoryTrace.map_tensors(trace, packed) for trace in inside.traces)
         return Trace(packed(inside.hidden), inside.state, traces, tuple(packed(x) for x in inside.layers))
@@ -149,33 +151,33 @@ def read_full_attention(
         # transformers counts padding as a part of a sliding window, so padding is moved to the end of each row.
         order = (~mask).to(torch.uint8).argsort(dim=1, stable=True)
         inside = read_full_attention(
-            model, tokens.gather(1, order), state, mask.gather(1, order), None, mode, keep, layers
+            model, tokens.gather(1, order), state, mask.gather(1, order), None, memory_mode, keep, layers
         )
         return _reordered(inside, order.argsort(dim=1))
     position = start_position(model, len(tokens), state)
     offsets = None if mask is None else [0, *mask.sum(1).cumsum(0).tolist()]
-    call = Call(model, mode, state, position, offsets, mask)
+    call = Call(model, memory_mode, state, position, offsets, mask)
     call.keep = keep
-    given: dict[str, Tensor | bool | DynamicCache] = {
+    arguments: dict[str, Tensor | bool | DynamicCache] = {
         "input_ids": tokens,
         "use_cache": keep or state is not None,
     }
-    known = positions_of(position)
-    longest = max(known)
-    old = torch.arange(-longest, 0, device=tokens.device) >= -position.unsqueeze(-1)
-    here = torch.ones_like(tokens, dtype=torch.bool) if mask is None else mask
-    read = torch.cat([old, here], 1)
-    cache = restore_cache(model, state, longest) if given["use_cache"] else None
+    positions = positions_of(position)
+    longest = max(positions)
+    is_cached = torch.arange(-longest, 0, device=tokens.device) >= -position.unsqueeze(-1)
+    is_token = torch.ones_like(tokens, dtype=torch.bool) if mask is None else mask
+    is_known_token = torch.cat([is_cached, is_token], 1)
+    cache = restore_cache(model, state, longest) if arguments["use_cache"] else None
     if cache is not None:
-        given["past_key_values"] = cache
-    if mask is not None or min(known) < longest:
-        given |= {
-            "attention_mask": read.long(),
-            "position_ids": (read.cumsum(1) - 1).clamp(min=0)[:, longest:],
+        arguments["past_key_values"] = cache
+    if mask is not None or min(positions) < longest:
+        arguments |= {
+            "attention_mask": is_known_token.long(),
+            "position_ids": (is_known_token.cumsum(1) - 1).clamp(min=0)[:, longest:],
         }
-    hidden, inner = run_base(model, call, layers, **given)
+    hidden, inner = run_base(model, call, layers, **arguments)
     if keep and cache is not None:
-        record_cache(model, call, cache, read, position + here.sum(1))
+        record_cache(model, call, cache, is_known_token, position + is_token.sum(1))
     trace = make_trace(model, call, hidden, inner, None, tokens.shape[1])
     if mask is None:
         return trace

@@ -124,7 +124,7 @@ class AttachedKnn(Knn):
         local = AttentionOutput(
             seen.y, q, k, seen.v, AttentionState(empty, empty, position, position), seen.packed_index
         )
-        ctx = Context(call.position, call.offsets, call.mode, call.text, call.shared, call.keep)
+        ctx = Context(call.position, call.offsets, call.memory_mode, call.text, call.shared, call.keep)
         if state is None:  # start without slots; `forward` adds as many as the call can fill
             state = self._start(len(position), self.store.with_size(0))
         y, after, _ = self(local, state, ctx)

@@ -24,7 +24,7 @@ from remanence.cli.attach import Attach
 from remanence.cli.chat import Chat
 from remanence.cli.data import Data
 from remanence.cli.demo import Demo
-from remanence.cli.evaluate import RECIPE, Eval
+from remanence.cli.evaluate import RECIPE_PREFIX, Eval
 from remanence.cli.models import Info, Inspect, New, Presets
 from remanence.cli.report import Report
 from remanence.cli.sessions import Generate, Lens, Read
@@ -33,7 +33,7 @@ from remanence.io.migrations import current_field
 from remanence.runtime.choices import check_choice, did_you_mean
 from remanence.runtime.errors import Terminated
 from remanence.runtime.overrides import split_overrides
-from remanence.runtime.terminal import echo, guarded
+from remanence.runtime.terminal import echo, escaped_output
 
 Command = (
     Annotated[Demo, tyro.conf.subcommand("demo")]
@@ -95,7 +95,7 @@ def main(arguments: list[str] | None = None) -> None:
         # The progress bars of these libraries use control characters, which we would print in escaped form.
         os.environ.setdefault("HF_DATASETS_DISABLE_PROGRESS_BARS", "1")
         os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
-        with guarded(), sigterm_raises():
+        with escaped_output(), sigterm_raises():
             command.run()
     except BrokenPipeError:  # the program that reads our output has closed the pipe, as `head` does
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -111,7 +111,7 @@ def main(arguments: list[str] | None = None) -> None:
     except KeyboardInterrupt:
         _fail("remanence: interrupted", 130)
     except Exception:  # a bug; its traceback may quote text from files, so control characters are escaped
-        with guarded():
+        with escaped_output():
             traceback.print_exc()
         sys.exit(1)
 
@@ -159,8 +159,8 @@ def _parse(arguments: list[str]) -> Command:
         except SystemExit as stop:
             code = stop.code
     if code:
-        told = COLOURS.sub("", errors.getvalue()).splitlines()
-        lines = [line.strip("╰╯│─ ") for line in told if not line.startswith("╭")]
+        messages = COLOURS.sub("", errors.getvalue()).splitlines()
+        lines = [line.strip("╰╯│─ ") for line in messages if not line.startswith("╭")]
         hint = _options_hint(arguments)
         _fail(f"remanence: error: {hint}{' '.join(line for line in lines if line.strip('- '))}", 2)
     if overridable is not None:
@@ -184,7 +184,7 @@ def _current_field(command: str, name: str) -> str:
     """Return the present name of a config field that was given as --name=value, and print a warning if the
     given name is deprecated.
     """
-    prefix = RECIPE if command == "eval" else ""
+    prefix = RECIPE_PREFIX if command == "eval" else ""
     if not name.startswith(prefix):
         return name
     current = prefix + current_field("train", name.removeprefix(prefix))

@@ -10,7 +10,7 @@ from typing import Any
 import rich.console
 from rich.text import Text
 
-from remanence.runtime.terminal import shown, unguarded
+from remanence.runtime.terminal import escape_controls, unescaped_stream
 
 
 class Console(rich.console.Console):
@@ -19,14 +19,14 @@ class Console(rich.console.Console):
     """
 
     def __init__(self, *, error: bool = False, width: int | None = None) -> None:
-        stream = unguarded(sys.stderr if error else sys.stdout)
+        stream = unescaped_stream(sys.stderr if error else sys.stdout)
         super().__init__(file=stream, width=width, markup=False, emoji=False, highlight=False)
 
     def render_str(self, text: str, **options: Any) -> Text:
         """Return the text with control characters escaped."""
-        return super().render_str(shown(text, keep=""), **options)
+        return super().render_str(escape_controls(text, allowed=""), **options)
 
 
 def coloured(text: str, style: str) -> Text:
     """Return the text in a color, with control characters escaped, for a cell of a table."""
-    return Text(shown(text, keep=""), style=style)
+    return Text(escape_controls(text, allowed=""), style=style)

@@ -16,7 +16,7 @@ from remanence.inference.session import Session
 from remanence.io.shipped import FOLDER
 from remanence.model import Model
 from remanence.tasks.facts import WORDINGS
-from remanence.tasks.needle import unused
+from remanence.tasks.needle import draw_unused
 from remanence.tokenizers.tokens import load_tokenizer
 
 MODEL, BOOK = "remanence-small", FOLDER / "frankenstein.txt.xz"
@@ -39,7 +39,7 @@ def draw_facts(book: str, seed: int) -> list[tuple[str, str, str]]:
     book.
     """
     rng = np.random.default_rng(seed)
-    names, values = (unused(book, rng, what, FACTS, []) for what in ("key", "number"))
+    names, values = (draw_unused(book, rng, what, FACTS, []) for what in ("key", "number"))
     facts = []
     for name, value in zip(names, values, strict=True):
         adjective, noun = name.split("-")

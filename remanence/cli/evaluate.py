@@ -21,22 +21,22 @@ if TYPE_CHECKING:
 
     from remanence.evaluate import Row, Subject, Task
 
-MEASURED = ("lm", "wikitext", "lambada", "niah", "babilong", "recall", "commonsense", *evaluations())
+MODEL_TASKS = ("lm", "wikitext", "lambada", "niah", "babilong", "recall", "commonsense", *evaluations())
 """Names of the tasks that measure a model, for --help, which does not import the tasks."""
-RECIPE = "recipe."
+RECIPE_PREFIX = "recipe."
 """Prefix of overrides that change a field of the recipe's config, in place of a task name."""
-HIDDEN = ("memory", "digest", "stories", "seed")
+HIDDEN_SETTINGS = ("memory", "digest", "stories", "seed")
 """Settings that the table does not show. The JSON file has them."""
-QUICK: dict[str, dict[str, str]] = {
+QUICK_SETTINGS: dict[str, dict[str, str]] = {
     "lm": {"max_tokens": "32K"},
     "niah": {"lengths": "1K,4K", "depths": "0,0.5,1", "samples": "1", "batch": "3"},
 }
 """Settings of the quick version of a task, which runs unless --full is given: about a minute for a model of
 preset `tiny` on two cores.
 """
-OWN = {"lm": ("max_tokens", "every"), "niah": ("kinds", "lengths", "depths", "samples")}
-"""Settings of a task that limit how much is measured. If one of them is given, `QUICK` does not apply."""
-LENGTHS = ("length", "window", "from", "before", "max_tokens")
+LIMITING_SETTINGS = {"lm": ("max_tokens", "every"), "niah": ("kinds", "lengths", "depths", "samples")}
+"""Settings of a task that limit how much is measured. If one of them is given, `QUICK_SETTINGS` does not apply."""
+LENGTH_SETTINGS = ("length", "window", "from", "before", "max_tokens")
 """Settings that are lengths in tokens."""
 
 
@@ -87,33 +87,39 @@ class Eval:
         from remanence.evaluate import TASKS, configured, provenance, write_rows
 
         self._check()
-        recipe, others = split_prefix(self.overrides, RECIPE)
+        recipe, others = split_prefix(self.overrides, RECIPE_PREFIX)
         names = {name: TASKS[name].Settings.__dataclass_fields__ for name in self.tasks}
         given = by_owner(others, names)
-        limits = {name: self._limits(name, own) for name, own in given.items()}
+        limits = {name: self._quick_settings(name, own) for name, own in given.items()}
         settings = {name: configured(TASKS[name], limits[name] | own) for name, own in given.items()}
         subject = self._subject(recipe)
         tasks = [TASKS[name](subject, settings[name]) for name in self.tasks]
         rows = self._measure(subject, tasks)
         origin = provenance(subject)
         for task in tasks:
-            _print(table([row for row in rows if row.task == task.name and not row.detail], self.memory_mode))
+            _print_table(
+                table([row for row in rows if row.task == task.name and not row.detail], self.memory_mode)
+            )
         for name, own in limits.items():
             if own:
-                said = ", ".join(f"{setting}={value}" for setting, value in own.items())
-                echo(f"{name}: limited to {said}; --full runs all", error=True)
+                limits_text = ", ".join(f"{setting}={value}" for setting, value in own.items())
+                echo(f"{name}: limited to {limits_text}; --full runs all", error=True)
         if self.json is not None:
             write_rows(self.json, rows, origin)
             plots = _plots(tasks, rows, self.memory_mode, self.json)
             echo(f"{self.json}: {len(rows)} rows" + "".join(f"; {path}" for path in plots))
 
-    def _limits(self, name: str, given: Mapping[str, str]) -> dict[str, str]:
+    def _quick_settings(self, name: str, given: Mapping[str, str]) -> dict[str, str]:
         """Return the settings of the quick version of a task; empty with --full, or if settings that limit
         the task were given.
         """
-        if self.full or name not in QUICK or any(setting in given for setting in OWN[name]):
+        if (
+            self.full
+            or name not in QUICK_SETTINGS
+            or any(setting in given for setting in LIMITING_SETTINGS[name])
+        ):
             return {}
-        return {setting: value for setting, value in QUICK[name].items() if setting not in given}
+        return {setting: value for setting, value in QUICK_SETTINGS[name].items() if setting not in given}
 
     def _check(self) -> None:
         """Raise an error for wrong arguments, before anything is loaded."""
@@ -157,7 +163,7 @@ class Eval:
             recipe = override(load_recipe(source), overrides)
             return Subject(device, recipe=recipe, source=find_recipe(source), **shared)
         if overrides:
-            name = f"--{RECIPE}{next(iter(overrides))}"
+            name = f"--{RECIPE_PREFIX}{next(iter(overrides))}"
             raise ValueError(f"{name}: expected a task that trains models by a recipe, got {source}")
         return Subject.load(source, device, **shared)
 
@@ -187,22 +193,22 @@ class Eval:
                 raise
 
 
-Eval.__doc__ = (Eval.__doc__ or "").format(tasks=", ".join(MEASURED))
+Eval.__doc__ = (Eval.__doc__ or "").format(tasks=", ".join(MODEL_TASKS))
 
 
 def _plots(tasks: Sequence[Task], rows: Sequence[Row], modes: Sequence[Mode], json: Path) -> list[Path]:
     """Write the plots of all tasks beside the JSON file and return their paths."""
     paths = []
     for task in tasks:
-        own: dict[str, list[Row]] = {mode: [] for mode in modes}
+        rows_by_mode: dict[str, list[Row]] = {mode: [] for mode in modes}
         for row in rows:
             if row.task == task.name:
-                own[row.setting["memory"]].append(row)
-        paths += task.plots(own, json.with_name(json.stem))
+                rows_by_mode[row.setting["memory"]].append(row)
+        paths += task.plots(rows_by_mode, json.with_name(json.stem))
     return paths
 
 
-def _print(table: Table) -> None:
+def _print_table(table: Table) -> None:
     """Print a table as wide as the terminal; without a terminal, wide enough that no number is cut."""
     from remanence.cli.console import Console
 
@@ -217,33 +223,35 @@ def table(rows: Sequence[Row], modes: Sequence[Mode]) -> Table:
     """
     from rich.table import Table
 
-    settings = [{key: value for key, value in row.setting.items() if key not in HIDDEN} for row in rows]
+    settings = [
+        {key: value for key, value in row.setting.items() if key not in HIDDEN_SETTINGS} for row in rows
+    ]
     keys = list(dict.fromkeys(key for setting in settings for key in setting))
     varying = [key for key in keys if any(each.get(key) != settings[0].get(key) for each in settings)]
     common = {key: value for key, value in settings[0].items() if key not in varying and value is not None}
-    fixed = ", ".join(f"{key} {_setting(key, value)}" for key, value in common.items())
-    made = Table(title=f"{rows[0].task}: {fixed}" if fixed else rows[0].task, title_justify="left")
+    fixed = ", ".join(f"{key} {_format_setting(key, value)}" for key, value in common.items())
+    built = Table(title=f"{rows[0].task}: {fixed}" if fixed else rows[0].task, title_justify="left")
     for key in ("metric", *varying):
-        made.add_column(key, no_wrap=True)
+        built.add_column(key, no_wrap=True)
     others = [mode for mode in modes if mode != "off" and "off" in modes]
     for title in (*(f"memory {mode}" for mode in modes), *(f"{mode} - off" for mode in others)):
-        made.add_column(title, justify="right", no_wrap=True)
+        built.add_column(title, justify="right", no_wrap=True)
     lines: dict[tuple[str, ...], dict[str, Row]] = {}
     for row, setting in zip(rows, settings, strict=True):
-        cells = ("" if setting.get(key) is None else _setting(key, setting[key]) for key in varying)
+        cells = ("" if setting.get(key) is None else _format_setting(key, setting[key]) for key in varying)
         lines.setdefault((row.metric, *cells), {})[row.setting["memory"]] = row
     for labels, by_mode in lines.items():
-        worth = [_worth(by_mode.get(mode), by_mode.get("off")) for mode in others]
-        made.add_row(*labels, *(_cell(by_mode.get(mode)) for mode in modes), *worth)
-    return made
+        differences = [_format_difference(by_mode.get(mode), by_mode.get("off")) for mode in others]
+        built.add_row(*labels, *(_format_result(by_mode.get(mode)) for mode in modes), *differences)
+    return built
 
 
-def _setting(key: str, value: Any) -> str:
+def _format_setting(key: str, value: Any) -> str:
     """Return the value of a setting as text; lengths are shortened, as in 4K."""
-    return format_length(value) if key in LENGTHS and isinstance(value, int) else str(value)
+    return format_length(value) if key in LENGTH_SETTINGS and isinstance(value, int) else str(value)
 
 
-def _cell(row: Row | None) -> str:
+def _format_result(row: Row | None) -> str:
     """Return the value of a result as text, with its deviation or confidence interval if it has one; empty
     for None.
     """
@@ -256,13 +264,13 @@ def _cell(row: Row | None) -> str:
     return f"{row.value:.1%} ({100 * row.interval[0]:.0f}-{100 * row.interval[1]:.0f})"
 
 
-def _worth(row: Row | None, off: Row | None) -> str:
+def _format_difference(row: Row | None, off: Row | None) -> str:
     """Return the difference to memory off as text, in points where values are shown in percent; empty if
     either is missing.
     """
     if row is None or off is None:
         return ""
     # Means that should be equal may differ in the last digit.
-    same = isclose(row.value, off.value, rel_tol=1e-12)
-    difference = 0.0 if same else row.value - off.value
+    are_equal = isclose(row.value, off.value, rel_tol=1e-12)
+    difference = 0.0 if are_equal else row.value - off.value
     return f"{difference:+.3g}" if row.interval is None else f"{100 * difference:+.1f} points"

@@ -6,7 +6,7 @@ import time
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
-from remanence.runtime.terminal import echo, guarded
+from remanence.runtime.terminal import echo, escaped_output
 
 if TYPE_CHECKING:
     from rich.progress import Progress as Bars
@@ -55,7 +55,7 @@ class Progress:
         if self.bars is not None:
             self.open.enter_context(self.bars)
             # While it shows bars, rich prints all other output too, and would interpret escape sequences in it.
-            self.open.enter_context(guarded())
+            self.open.enter_context(escaped_output())
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -47,21 +47,28 @@ class Packed:
     """
 
     def __init__(
-        self, data: Tokens | OwnTokens, length: int, batch: int, seed: int = 0, rank: int = 0, world: int = 1
+        self,
+        data: Tokens | OwnTokens,
+        length: int,
+        batch: int,
+        seed: int = 0,
+        rank: int = 0,
+        world_size: int = 1,
     ) -> None:
-        self.data, self.length, self.batch, self.seed, self.rank, self.world = (
+        self.data, self.length, self.batch, self.seed, self.rank, self.world_size = (
             data,
             length,
             batch,
             seed,
             rank,
-            world,
+            world_size,
         )
         self.rows = int((data.lengths.sum() - 1) // length)
-        self.per_epoch = self.rows // (batch * world)
+        self.per_epoch = self.rows // (batch * world_size)
         if self.per_epoch < 1:
             raise ValueError(
-                f"data: expected {batch * world * length + 1:,} tokens for one step, got {int(data.lengths.sum()):,}"
+                f"data: expected {batch * world_size * length + 1:,} tokens for one step, "
+                f"got {int(data.lengths.sum()):,}"
             )
 
     @lru_cache(maxsize=2)  # noqa: B019  # two epochs' orders, for as long as this lives
@@ -76,7 +83,7 @@ class Packed:
         """Return the batch of a step."""
         epoch, inside = divmod(number, self.per_epoch)
         order, ends = self._stream(epoch)
-        first = (inside * self.world + self.rank) * self.batch
+        first = (inside * self.world_size + self.rank) * self.batch
         tokens, targets, offsets = [], [], [0]
         for row in range(first, first + self.batch):
             text, borders = self._read(order, ends, row * self.length, self.length + 1)
@@ -122,20 +129,30 @@ class Documents:
     """
 
     def __init__(
-        self, data: Tokens | OwnTokens, length: int, batch: int, seed: int = 0, rank: int = 0, world: int = 1
+        self,
+        data: Tokens | OwnTokens,
+        length: int,
+        batch: int,
+        seed: int = 0,
+        rank: int = 0,
+        world_size: int = 1,
     ) -> None:
-        self.data, self.length, self.batch, self.seed, self.rank, self.world = (
+        self.data, self.length, self.batch, self.seed, self.rank, self.world_size = (
             data,
             length,
             batch,
             seed,
             rank,
-            world,
+            world_size,
         )
-        if len(data) < batch * world:
-            fewer = f"--batch={len(data) // world} reads so many at once, " if len(data) >= world else ""
+        if len(data) < batch * world_size:
+            fewer = (
+                f"--batch={len(data) // world_size} reads so many at once, "
+                if len(data) >= world_size
+                else ""
+            )
             raise ValueError(
-                f"data: expected at least {batch * world} documents, one for each row, got {len(data)}; {fewer}"
+                f"data: expected at least {batch * world_size} documents, one for each row, got {len(data)}; {fewer}"
                 "`remanence train --text FILE` cuts a text into as many as it needs, and --data.kind=packed "
                 "--carry=false reads rows of any"
             )
@@ -146,7 +163,7 @@ class Documents:
 
     def _deal(self, row: int, epoch: int) -> tuple[np.ndarray, np.ndarray]:
         """Return the documents of a row in an epoch, and the cumulative number of their pieces."""
-        own = self._shuffled(epoch)[self.rank * self.batch + row :: self.batch * self.world]
+        own = self._shuffled(epoch)[self.rank * self.batch + row :: self.batch * self.world_size]
         return own, np.cumsum(np.maximum(1, -(-(self.data.lengths[own] - 1) // self.length)))
 
     def locate(self, row: int, number: int) -> tuple[int, int]:

@@ -29,18 +29,18 @@ from remanence.data.shards import (
     INDEX,
     NAME,
     TOKENIZER,
-    Room,
+    RemainingLimit,
     ShardInfo,
     TokenType,
-    cut_shard,
     describes_shard,
     dtype_for,
     shard_exists,
+    truncate_shard,
     write_index,
     write_shard,
 )
 from remanence.data.sources import File, files
-from remanence.io.files import locked, read_json, remove_leftovers, sealed, write_json
+from remanence.io.files import add_digest, locked, read_json, remove_leftovers, write_json
 from remanence.tokenizers.tokens import ByteTokenizer, Tokenizer, read_tokenizer, tokenizer_file
 
 PLAN, PLAN_FORMAT = "prepare.json", "remanence-preparation"
@@ -105,47 +105,52 @@ def prepare(
         if value is not None and value < 1:
             raise ValueError(f"--{name.replace('_', '-')}: expected at least 1, got {value}")
     tokenizer = None if tokenizer is None else tokenizer_file(tokenizer)
-    own = _tokenizer(tokenizer)
+    loaded_tokenizer = _tokenizer(tokenizer)
     digest = None if tokenizer is None else sha256(Path(tokenizer).read_bytes()).hexdigest()
-    settings: _Settings = {"field": field, "tokenizer": digest, "end": own.end}
+    settings: _Settings = {"field": field, "tokenizer": digest, "end": loaded_tokenizer.end}
     with locked(out, "another preparation"):
-        pinned = {} if overwrite else _revisions(_read_plan(out))
-        parts = _parts([str(source) for source in sources], pinned, shard_tokens)
+        pinned = {} if overwrite else _pinned_revisions(_read_plan(out))
+        parts = _list_parts([str(source) for source in sources], pinned, shard_tokens)
         jobs = [
-            _Job(part, number, out, tokenizer, settings, dtype_for(own.vocabulary))
+            _Job(part, number, out, tokenizer, settings, dtype_for(loaded_tokenizer.vocabulary))
             for number, part in enumerate(parts)
         ]
-        _claim(out, {"sources": [part.made_from() for part in parts], **settings}, jobs, overwrite)
-        own.save(out)
-        return _make(
-            jobs, Room(max_tokens, max_documents), min(workers, len(jobs)), own.vocabulary, out, done
+        _claim_folder(out, {"sources": [part.made_from() for part in parts], **settings}, jobs, overwrite)
+        loaded_tokenizer.save(out)
+        return _make_corpus(
+            jobs,
+            RemainingLimit(max_tokens, max_documents),
+            min(workers, len(jobs)),
+            loaded_tokenizer.vocabulary,
+            out,
+            done,
         )
 
 
-def _make(
-    jobs: list[_Job], room: Room, workers: int, vocabulary: int, out: Path, done: Done | None
+def _make_corpus(
+    jobs: list[_Job], remaining: RemainingLimit, workers: int, vocabulary: int, out: Path, done: Done | None
 ) -> dict[str, int]:
-    """Make all shards that fit into `room` and write the index. Returns the totals for `prepare`."""
+    """Make all shards that fit into `remaining` and write the index. Returns the totals for `prepare`."""
     if workers > 1:
-        _make_in_parallel(jobs, workers, room, done)
+        _make_in_parallel(jobs, workers, remaining, done)
         done = None
     shards: list[Shard] = []
-    begun = tokens = 0
+    started = tokens = 0
     for job in jobs:  # in order, because a limit leaves out the last documents; existing shards are kept
-        begun += 1
-        for shard in job.shards(room):
+        started += 1
+        for shard in job.shards(remaining):
             shards.append(shard)
-            room, tokens = room.after(shard), tokens + shard["tokens"]
+            remaining, tokens = remaining.after(shard), tokens + shard["tokens"]
             if done:
-                done(begun - (_stopped(shard) == "full"), len(jobs), tokens)
-        if room.used_up or _stopped(shards[-1]) == "room":
+                done(started - (_stop_reason(shard) == "full"), len(jobs), tokens)
+        if remaining.used_up or _stop_reason(shards[-1]) == "room":
             break
     write_index(out, shards, vocabulary)
     totals = {key: sum(shard.get(key, 0) for shard in shards) for key in ("documents", "tokens", "nulls")}
-    return {"files": begun, **totals}
+    return {"files": started, **totals}
 
 
-def _parts(sources: list[str], pinned: dict[str, str], full: int) -> list[File | streams.Part]:
+def _list_parts(sources: list[str], pinned: dict[str, str], full: int) -> list[File | streams.Part]:
     """Return all files and dataset parts to read, in order. Both kinds of sources may be mixed."""
     found: list[File | streams.Part] = []
     for source in sources:
@@ -156,7 +161,7 @@ def _parts(sources: list[str], pinned: dict[str, str], full: int) -> list[File |
     return found
 
 
-def _revisions(plan: Plan) -> dict[str, str]:
+def _pinned_revisions(plan: Plan) -> dict[str, str]:
     """Return the revision of each dataset in a plan. It is needed to continue, as a dataset may change on the
     hub meanwhile.
     """
@@ -176,27 +181,27 @@ def _read_plan(out: Path) -> Plan:
     return plan
 
 
-def _claim(out: Path, plan: Plan, jobs: list[_Job], overwrite: bool) -> None:
+def _claim_folder(out: Path, plan: Plan, jobs: list[_Job], overwrite: bool) -> None:
     """Reserve a folder for one corpus: remove files of another corpus if `overwrite`, and write the plan.
     Raises ValueError if the folder holds another corpus and `overwrite` is False.
     """
-    before, there = _read_plan(out), _own_files(out)
-    if before == plan:
+    previous, present = _read_plan(out), _list_files(out)
+    if previous == plan:
         return
-    if any(re.fullmatch(SHARD, name) for name in there) and not overwrite:
-        difference = _difference(before, plan)
+    if any(re.fullmatch(SHARD, name) for name in present) and not overwrite:
+        difference = _describe_difference(previous, plan)
         raise ValueError(
             f"{out}: holds another corpus, {difference}; --overwrite replaces it, another --out keeps both"
         )
-    kept = {shard["name"] for job in jobs for shard in job.there()}
+    kept = {shard["name"] for job in jobs for shard in job.existing_shards()}
     # The index marks the files as ours. It is removed last, so that a second attempt recognises them.
-    for name in sorted(there, key=lambda name: name == INDEX):
+    for name in sorted(present, key=lambda name: name == INDEX):
         if name != PLAN and name.split(".")[0] not in kept:
             (out / name).unlink()
-    write_json(out / PLAN, sealed({"format": PLAN_FORMAT, **plan}))
+    write_json(out / PLAN, add_digest({"format": PLAN_FORMAT, **plan}))
 
 
-def _own_files(out: Path) -> list[str]:
+def _list_files(out: Path) -> list[str]:
     """Return the names of the visible files in a folder after removing leftovers of killed processes.
 
     Raises ValueError if there are files that no preparation wrote. Hidden files (of a desktop or a network
@@ -205,41 +210,43 @@ def _own_files(out: Path) -> list[str]:
     remove_leftovers(out)
     names = sorted(path.name for path in out.iterdir())
     visible = [name for name in names if not name.startswith(".")]
-    ours = (out / PLAN).is_file() or _prepared(out)  # otherwise a tokenizer.json may have another origin
-    strangers = [name for name in visible if not ours or not re.fullmatch(OWN, name)]
-    if strangers:
+    is_ours = (out / PLAN).is_file() or _has_index(out)  # otherwise a tokenizer.json may have another origin
+    foreign = [name for name in visible if not is_ours or not re.fullmatch(OWN, name)]
+    if foreign:
         raise ValueError(
-            f"{out}: expected a folder for this corpus alone, got {strangers[0]} in it; choose another --out"
+            f"{out}: expected a folder for this corpus alone, got {foreign[0]} in it; choose another --out"
         )
     return visible
 
 
-def _prepared(out: Path) -> bool:
+def _has_index(out: Path) -> bool:
     """Whether the folder has an index of this package. Needed because earlier versions wrote no plan."""
     with suppress(ValueError, OSError):
         return read_json(out / INDEX).get("format") == FORMAT
     return False
 
 
-def _difference(before: Plan, plan: Plan) -> str:
+def _describe_difference(previous: Plan, plan: Plan) -> str:
     """Describe in a few words the corpus in a folder and how it differs from the wanted one, for an error
     message.
     """
-    if not before:
+    if not previous:
         return "prepared by an earlier version"
-    there, wanted = (
-        list(dict.fromkeys(part["source"] for part in each["sources"])) for each in (before, plan)
+    old_sources, new_sources = (
+        list(dict.fromkeys(part["source"] for part in each["sources"])) for each in (previous, plan)
     )
-    words = f"of {', '.join(there[:3])}" + (f" and {len(there) - 3} more" if len(there) > 3 else "")
-    if there != wanted:
-        return words
-    if before.get("field") != plan["field"]:
-        return f"{words}, with --field {before.get('field')}"
-    if any(before.get(name) != plan[name] for name in ("tokenizer", "end")):
-        return f"{words}, with another tokenizer"
-    pairs = zip(before["sources"], plan["sources"], strict=False)
-    changed = next((old["source"] for old, new in pairs if old != new), there[-1])
-    return f"{words}, before {changed} changed"
+    description = f"of {', '.join(old_sources[:3])}" + (
+        f" and {len(old_sources) - 3} more" if len(old_sources) > 3 else ""
+    )
+    if old_sources != new_sources:
+        return description
+    if previous.get("field") != plan["field"]:
+        return f"{description}, with --field {previous.get('field')}"
+    if any(previous.get(name) != plan[name] for name in ("tokenizer", "end")):
+        return f"{description}, with another tokenizer"
+    pairs = zip(previous["sources"], plan["sources"], strict=False)
+    changed = next((old["source"] for old, new in pairs if old != new), old_sources[-1])
+    return f"{description}, before {changed} changed"
 
 
 def _tokenizer(path: str | Path | None) -> Tokenizer:
@@ -258,45 +265,53 @@ class _Job:
     settings: _Settings
     dtype: TokenType
 
-    def shards(self, room: Room) -> Iterator[Shard]:
-        """Yield the source's shards as far as they fit into `room`. Missing shards are made."""
-        row, documents, own = 0, None, _tokenizer(self.tokenizer)
+    def shards(self, remaining: RemainingLimit) -> Iterator[Shard]:
+        """Yield the source's shards as far as they fit into `remaining`. Missing shards are made."""
+        row, documents, tokenizer = 0, None, _tokenizer(self.tokenizer)
         for name in self.part.names(self.number):
-            shard, made_from = self._there(name, row), self._made_from(row)
-            if shard is not None and not room.holds(shard["tokens"], shard["documents"]):
+            shard, made_from = self._existing_shard(name, row), self._provenance(row)
+            if shard is not None and not remaining.allows(shard["tokens"], shard["documents"]):
                 self._invalidate(name)
-                cut_down = cut_shard(self.out, shard, self.dtype, room)
-                shard = self._note({**cut_down, "from": made_from, "room": room})
-            elif shard is None or shard.get("room", list(room)) != list(room):
+                cut_down = truncate_shard(self.out, shard, self.dtype, remaining)
+                shard = self._write_description({**cut_down, "from": made_from, "room": remaining})
+            elif shard is None or shard.get("room", list(remaining)) != list(remaining):
                 self._invalidate(name)
-                documents = documents or self._tokens(own, row)
+                documents = documents or self._tokens(tokenizer, row)
                 full = self.part.full
-                made = write_shard(self.out, name, documents, self.dtype, end=own.end, full=full, room=room)
-                cut = {"room": room} if made["stopped"] == "room" else {}
-                shard = self._note({**made, "from": made_from, **cut})
+                made = write_shard(
+                    self.out,
+                    name,
+                    documents,
+                    self.dtype,
+                    end=tokenizer.end,
+                    full_size=full,
+                    remaining=remaining,
+                )
+                cut = {"room": remaining} if made["stopped"] == "room" else {}
+                shard = self._write_description({**made, "from": made_from, **cut})
             else:
                 documents = None  # an open stream would be at the wrong row after a shard that was skipped
             yield shard
-            if _stopped(shard) != "full" or (room := room.after(shard)).used_up:
+            if _stop_reason(shard) != "full" or (remaining := remaining.after(shard)).used_up:
                 return
             row += shard["rows"]
 
-    def there(self) -> Iterator[Shard]:
+    def existing_shards(self) -> Iterator[Shard]:
         """Yield the shards that already exist, up to the first missing one."""
         row = 0
         for name in self.part.names(self.number):
-            if (shard := self._there(name, row)) is None:
+            if (shard := self._existing_shard(name, row)) is None:
                 return
             yield shard
-            if _stopped(shard) != "full":
+            if _stop_reason(shard) != "full":
                 return
             row += shard["rows"]
 
-    def _made_from(self, row: int) -> dict[str, object]:
+    def _provenance(self, row: int) -> dict[str, object]:
         """Return everything that the shard starting at source row `row` depends on."""
         return {**self.part.made_from(), **self.settings, **({"row": row} if row else {})}
 
-    def _there(self, name: str, row: int) -> Shard | None:
+    def _existing_shard(self, name: str, row: int) -> Shard | None:
         """Return the description of a complete shard, or None if it is missing or was made from something
         else.
         """
@@ -304,8 +319,8 @@ class _Job:
             shard = read_json(self.out / f"{name}.json")
         except (ValueError, FileNotFoundError):
             return None
-        fits = shard.get("name") == name and shard.get("from") == self._made_from(row)
-        if not fits or not describes_shard(shard, self.dtype) or type(shard.get("rows")) is not int:
+        matches = shard.get("name") == name and shard.get("from") == self._provenance(row)
+        if not matches or not describes_shard(shard, self.dtype) or type(shard.get("rows")) is not int:
             return None
         return shard if shard_exists(self.out, shard, self.dtype) else None
 
@@ -314,113 +329,117 @@ class _Job:
         for path in (self.out / f"{name}.json", self.out / INDEX):
             path.unlink(missing_ok=True)
 
-    def _note(self, shard: Shard) -> Shard:
+    def _write_description(self, shard: Shard) -> Shard:
         """Write a shard's description and return it. The file is written last, because it marks the shard as
         complete.
         """
-        write_json(self.out / f"{shard['name']}.json", sealed(shard))
+        write_json(self.out / f"{shard['name']}.json", add_digest(shard))
         return shard
 
-    def _tokens(self, own: Tokenizer, row: int) -> Iterator[Iterator[list[int]] | None]:
+    def _tokens(self, tokenizer: Tokenizer, row: int) -> Iterator[Iterator[list[int]] | None]:
         """Yield the tokens of each document from `row` on, or None for a row without text. Raises
-        _HaltedError on request.
+        _StopRequestedError on request.
         """
         for document in self.part.documents(self.settings["field"], row):
-            if _halt is not None and _halt.is_set():
-                raise _HaltedError
-            yield None if document is None else own.stream(document)
+            if _stop_event is not None and _stop_event.is_set():
+                raise _StopRequestedError
+            yield None if document is None else tokenizer.stream(document)
 
 
-def _stopped(shard: Shard) -> str:
+def _stop_reason(shard: Shard) -> str:
     """Return why a shard ended: "end", "full" or "room"."""
     return str(shard.get("stopped", "end"))
 
 
-class _HaltedError(Exception):
+class _StopRequestedError(Exception):
     """Raised in a worker process that was asked to stop."""
 
 
-_halt: synchronize.Event | None = None
+_stop_event: synchronize.Event | None = None
 """Set in worker processes only: an event that asks them to stop, because a limit is reached or another worker
 failed.
 """
 
 
-def _make_in_parallel(jobs: list[_Job], workers: int, room: Room, done: Done | None) -> None:
-    """Make shards in several processes until all sources are finished or `room` is used up.
+def _make_in_parallel(jobs: list[_Job], workers: int, remaining: RemainingLimit, done: Done | None) -> None:
+    """Make shards in several processes until all sources are finished or `remaining` is used up.
 
     Each process reads its own source independently of the others. With a limit, some shards may turn out to
     be unneeded or too large; the sequential pass that follows corrects this.
     """
-    halt = Event()
-    there = {job.number: list(job.there()) for job in jobs}
-    waiting = deque(job for job in jobs if not _finished(there[job.number]))
+    stop_event = Event()
+    existing = {job.number: list(job.existing_shards()) for job in jobs}
+    waiting = deque(job for job in jobs if not _is_source_finished(existing[job.number]))
     running: dict[Future[list[Shard]], _Job] = {}
-    looked = time.monotonic()
-    if not waiting or _reached(there, room):
+    last_check = time.monotonic()
+    if not waiting or _reaches_limit(existing, remaining):
         return
-    with ProcessPoolExecutor(workers, initializer=_start, initargs=(halt, os.getpid())) as pool:
+    with ProcessPoolExecutor(workers, initializer=_init_worker, initargs=(stop_event, os.getpid())) as pool:
         try:
             while waiting or running:
                 while waiting and len(running) < 2 * workers:
                     job = waiting.popleft()
-                    running[pool.submit(_work, job, room)] = job
+                    running[pool.submit(_make_shards, job, remaining)] = job
                 for future in wait(running, timeout=1, return_when=FIRST_COMPLETED).done:
-                    there[running.pop(future).number] = future.result()
-                if time.monotonic() - looked >= 1 or not running:
-                    there |= {job.number: list(job.there()) for job in running.values()}
-                    looked = time.monotonic()
+                    existing[running.pop(future).number] = future.result()
+                if time.monotonic() - last_check >= 1 or not running:
+                    existing |= {job.number: list(job.existing_shards()) for job in running.values()}
+                    last_check = time.monotonic()
                     if done:
-                        tokens = sum(shard["tokens"] for shards in there.values() for shard in shards)
-                        done(sum(_finished(shards) for shards in there.values()), len(jobs), tokens)
-                    if _reached(there, room):
+                        tokens = sum(shard["tokens"] for shards in existing.values() for shard in shards)
+                        done(
+                            sum(_is_source_finished(shards) for shards in existing.values()),
+                            len(jobs),
+                            tokens,
+                        )
+                    if _reaches_limit(existing, remaining):
                         return
         except BrokenProcessPool:
             raise OSError(
                 "--workers: a process was ended from outside, perhaps for want of memory; try fewer"
             ) from None
         finally:
-            halt.set()
+            stop_event.set()
             pool.shutdown(cancel_futures=True)
 
 
-def _finished(shards: list[Shard]) -> bool:
+def _is_source_finished(shards: list[Shard]) -> bool:
     """Whether a source was read to its end, given its shards."""
-    return bool(shards) and _stopped(shards[-1]) == "end"
+    return bool(shards) and _stop_reason(shards[-1]) == "end"
 
 
-def _reached(there: dict[int, list[Shard]], room: Room) -> bool:
-    """Whether the existing shards, in order up to the first gap, already use up `room`."""
-    for number in sorted(there):
-        for shard in there[number]:
-            if shard.get("room") == list(room):
+def _reaches_limit(existing: dict[int, list[Shard]], remaining: RemainingLimit) -> bool:
+    """Whether the existing shards, in order up to the first gap, already use up `remaining`."""
+    for number in sorted(existing):
+        for shard in existing[number]:
+            if shard.get("room") == list(remaining):
                 return True
-            room = room.after(shard)
-            if room.used_up:
+            remaining = remaining.after(shard)
+            if remaining.used_up:
                 return True
-        if not _finished(there[number]):
+        if not _is_source_finished(existing[number]):
             return False
     return False
 
 
-def _start(halt: synchronize.Event, parent: int) -> None:
+def _init_worker(stop_event: synchronize.Event, parent: int) -> None:
     """Initialise a worker process: store the stop event and watch the parent process."""
-    global _halt
-    _halt = halt
-    threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
+    global _stop_event
+    _stop_event = stop_event
+    threading.Thread(target=_exit_with_parent, args=(parent,), daemon=True).start()
 
 
-def _end_with(parent: int) -> None:
+def _exit_with_parent(parent: int) -> None:
     """Exit when the parent process has died, because a new run may write the same files."""
     while os.getppid() == parent:
         time.sleep(0.5)
     os._exit(1)
 
 
-def _work(job: _Job, room: Room) -> list[Shard]:
+def _make_shards(job: _Job, remaining: RemainingLimit) -> list[Shard]:
     """Make the shards of one source in a worker process and return their descriptions."""
     made = []
-    with suppress(_HaltedError):
-        for shard in job.shards(room):
+    with suppress(_StopRequestedError):
+        for shard in job.shards(remaining):
             made.append(shard)
     return made

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from remanence.io.files import DIGEST, KIND, read_json, replacing, sealed, write_json
+from remanence.io.files import DIGEST, KIND, add_digest, read_json, replacing, write_json
 from remanence.tokenizers.tokens import Tokenizer, load_tokenizer
 
 FORMAT, SCHEMA = "remanence-tokens", 2
@@ -58,20 +58,20 @@ def dtype_for(vocabulary: int) -> TokenType:
     return np.dtype("<u2" if vocabulary <= 2**16 else "<u4")
 
 
-class Room(NamedTuple):
+class RemainingLimit(NamedTuple):
     """The number of tokens and of documents that may still be written. None means no limit."""
 
     tokens: int | None = None
     documents: int | None = None
 
-    def holds(self, tokens: int, documents: int) -> bool:
+    def allows(self, tokens: int, documents: int) -> bool:
         """Whether this many tokens and documents may still be written."""
-        fits = self.tokens is None or tokens <= self.tokens
-        return fits and (self.documents is None or documents <= self.documents)
+        has_tokens = self.tokens is None or tokens <= self.tokens
+        return has_tokens and (self.documents is None or documents <= self.documents)
 
-    def after(self, shard: ShardInfo) -> Room:
+    def after(self, shard: ShardInfo) -> RemainingLimit:
         """Return what is left after a shard was written. Numbers are negative if the shard was too large."""
-        return Room(
+        return RemainingLimit(
             None if self.tokens is None else self.tokens - shard["tokens"],
             None if self.documents is None else self.documents - shard["documents"],
         )
@@ -79,10 +79,10 @@ class Room(NamedTuple):
     @property
     def used_up(self) -> bool:
         """Whether not even one token and one document may be written."""
-        return not self.holds(1, 1)
+        return not self.allows(1, 1)
 
 
-NO_LIMIT = Room()
+NO_LIMIT = RemainingLimit()
 
 
 class _Blocks:
@@ -107,24 +107,24 @@ class _Blocks:
         return [*self.digests, self.open.hexdigest()[:DIGITS]] if self.size else self.digests
 
 
-def _cut_blocks(path: Path, blocks: list[str], size: int) -> list[str]:
+def _truncate_digests(path: Path, blocks: list[str], size: int) -> list[str]:
     """Return the block digests of a file's first `size` bytes, given the digests of the longer file. Only the
     block that is cut is read, and it is checked first, so that the new digest cannot hide damage.
     """
-    whole, inside = divmod(size, BLOCK)
-    if not inside:
-        return blocks[:whole]
+    whole_blocks, remainder = divmod(size, BLOCK)
+    if not remainder:
+        return blocks[:whole_blocks]
     with open(path, "rb") as file:
-        file.seek(whole * BLOCK)
+        file.seek(whole_blocks * BLOCK)
         block = file.read(BLOCK)
-    if digest(block) != blocks[whole]:
-        raise ValueError(_damaged(path))
-    return [*blocks[:whole], digest(block[:inside])]
+    if digest(block) != blocks[whole_blocks]:
+        raise ValueError(_damage_message(path))
+    return [*blocks[:whole_blocks], digest(block[:remainder])]
 
 
-def _damaged(path: Path, how: str = "its content is not what was prepared") -> str:
+def _damage_message(path: Path, problem: str = "its content is not what was prepared") -> str:
     """Return the error message for a damaged file."""
-    return f"{path}: damaged: {how}; remove it and prepare the data again"
+    return f"{path}: damaged: {problem}; remove it and prepare the data again"
 
 
 def write_shard(
@@ -134,19 +134,19 @@ def write_shard(
     dtype: TokenType,
     *,
     end: int | None = None,
-    full: int | None = None,
-    room: Room = NO_LIMIT,
+    full_size: int | None = None,
+    remaining: RemainingLimit = NO_LIMIT,
 ) -> ShardInfo:
     """Write a shard atomically and return its description.
 
     Each document is an iterable of pieces of tokens, of which only one is in memory at a time. None is a row
     without text, which is counted in "nulls". The token `end` is added after each document, if not None;
     documents without tokens are left out. The shard ends with the last document ("end"), after the document
-    with which it reaches `full` tokens ("full"), or before the first document that does not fit into `room`
+    with which it reaches `full_size` tokens ("full"), or before the first document that does not fit into `remaining`
     ("room").
     """
     tokens = written = rows = nulls = 0
-    closing = [] if end is None else [end]
+    end_tokens = [] if end is None else [end]
     stopped, blocks, ends = "end", _Blocks(), sha256()
     with replacing(folder / f"{name}.bin") as bin_path, replacing(folder / f"{name}.ends") as ends_path:
         with open(bin_path, "wb") as bin_file, open(ends_path, "wb") as ends_file:
@@ -164,7 +164,7 @@ def write_shard(
                 size = 0
                 for piece in document:
                     size += len(piece)
-                    if not room.holds(tokens + size + len(closing), written + 1):
+                    if not remaining.allows(tokens + size + len(end_tokens), written + 1):
                         stopped = "room"
                         break
                     write(piece)
@@ -172,17 +172,17 @@ def write_shard(
                     break
                 if not size:
                     continue
-                write(closing)
-                tokens, written = tokens + size + len(closing), written + 1
+                write(end_tokens)
+                tokens, written = tokens + size + len(end_tokens), written + 1
                 border = tokens.to_bytes(8, "little")
                 ends_file.write(border)
                 ends.update(border)
-                if full is not None and tokens >= full:
+                if full_size is not None and tokens >= full_size:
                     stopped = "full"
                     break
         digests = blocks.all()
         if stopped == "room":  # part of the document that did not fit is already written
-            digests = _cut_blocks(bin_path, digests, tokens * dtype.itemsize)
+            digests = _truncate_digests(bin_path, digests, tokens * dtype.itemsize)
             os.truncate(bin_path, tokens * dtype.itemsize)
     return {
         "name": name,
@@ -196,19 +196,19 @@ def write_shard(
     }
 
 
-def cut_shard(folder: Path, shard: ShardInfo, dtype: TokenType, room: Room) -> ShardInfo:
-    """Shorten a shard to fit into `room`, as if it had been written with this limit, and return its new
+def truncate_shard(folder: Path, shard: ShardInfo, dtype: TokenType, remaining: RemainingLimit) -> ShardInfo:
+    """Shorten a shard to fit into `remaining`, as if it had been written with this limit, and return its new
     description.
     """
     bin_path, ends_path = (folder / f"{shard['name']}{suffix}" for suffix in (".bin", ".ends"))
     ends = np.fromfile(ends_path, "<i8")
     if digest(ends) != shard["ends"]:
-        raise ValueError(_damaged(ends_path))
-    ends = ends[: room.documents]
-    if room.tokens is not None:
-        ends = ends[: np.searchsorted(ends, room.tokens, "right")]
+        raise ValueError(_damage_message(ends_path))
+    ends = ends[: remaining.documents]
+    if remaining.tokens is not None:
+        ends = ends[: np.searchsorted(ends, remaining.tokens, "right")]
     tokens = int(ends[-1]) if len(ends) else 0
-    blocks = _cut_blocks(bin_path, shard["blocks"], tokens * dtype.itemsize)
+    blocks = _truncate_digests(bin_path, shard["blocks"], tokens * dtype.itemsize)
     for path, size in ((bin_path, tokens * dtype.itemsize), (ends_path, len(ends) * 8)):
         with replacing(path) as temporary:  # work on a copy, as the old file may be open as a memory map
             shutil.copyfile(path, temporary)
@@ -255,10 +255,10 @@ def write_index(folder: Path, shards: list[ShardInfo], vocabulary: int) -> None:
         "tokenizer": {path.name: digest(path.read_bytes()) for path in saved},
         "shards": [{key: shard[key] for key in kept} for shard in shards],
     }
-    write_json(folder / INDEX, sealed(index))
+    write_json(folder / INDEX, add_digest(index))
 
 
-def _well_formed(index: Mapping[str, Any]) -> bool:
+def _is_valid_index(index: Mapping[str, Any]) -> bool:
     """Whether an index has all its fields with valid types. The shards' files are not checked."""
     vocabulary, shards, digests = index.get("vocabulary"), index.get("shards"), index["schema"] > 1
     if type(vocabulary) is not int or not 0 < vocabulary <= 2**32 or not isinstance(shards, list):
@@ -284,13 +284,13 @@ class Shard:
     def __len__(self) -> int:
         return len(self.tokens)
 
-    def __getitem__(self, where: slice) -> np.ndarray:
-        start, stop, _ = where.indices(len(self))
+    def __getitem__(self, selection: slice) -> np.ndarray:
+        start, stop, _ = selection.indices(len(self))
         first, after = start // self.size, -(-stop // self.size)
         if not self.checked[first:after].all():
             for block in range(first, after):
                 self._check(block)
-        return self.tokens[where]
+        return self.tokens[selection]
 
     def _check(self, block: int) -> None:
         """Check the digest and the token range of a block, unless it was checked before."""
@@ -298,9 +298,11 @@ class Shard:
             return
         tokens = self.tokens[block * self.size : (block + 1) * self.size]
         if self.blocks is not None and digest(tokens) != self.blocks[block]:
-            raise ValueError(_damaged(self.path))
+            raise ValueError(_damage_message(self.path))
         if (largest := int(tokens.max())) >= self.vocabulary:
-            raise ValueError(_damaged(self.path, f"expected tokens below {self.vocabulary}, got {largest}"))
+            raise ValueError(
+                _damage_message(self.path, f"expected tokens below {self.vocabulary}, got {largest}")
+            )
         self.checked[block] = True
 
 
@@ -323,9 +325,9 @@ class Tokens:
             raise ValueError(
                 f"{path}: expected {FORMAT} of schema 1 to {SCHEMA}, got {format_!r} of {schema!r}"
             )
-        if not _well_formed(index):
+        if not _is_valid_index(index):
             raise ValueError(f"{path}: damaged: it does not describe the shards; prepare the data again")
-        self.digest: str | None = sealed(index)[DIGEST].removeprefix(KIND) if schema > 1 else None
+        self.digest: str | None = add_digest(index)[DIGEST].removeprefix(KIND) if schema > 1 else None
         self.vocabulary, self._tokenizer = index["vocabulary"], index.get("tokenizer", {})
         opened = [self._open(shard, np.dtype(index["dtype"])) for shard in index["shards"]]
         self.shards, ends = [shard for shard, _ in opened], [borders for _, borders in opened]
@@ -348,13 +350,13 @@ class Tokens:
             if not path.is_file():
                 raise ValueError(f"{path}: no such file; prepare the data again")
         if not shard_exists(self.folder, shard, dtype):
-            raise ValueError(_damaged(bin_path, "its size does not fit the index"))
+            raise ValueError(_damage_message(bin_path, "its size does not fit the index"))
         ends = np.fromfile(ends_path, "<i8")
         if self.digest is not None and digest(ends) != shard["ends"]:
-            raise ValueError(_damaged(ends_path))
+            raise ValueError(_damage_message(ends_path))
         inside = ends[-1] == shard["tokens"] if len(ends) else not shard["tokens"]
         if not inside or (ends[1:] < ends[:-1]).any() or (ends < 0).any():
-            raise ValueError(_damaged(ends_path, "expected the ends of documents, in order"))
+            raise ValueError(_damage_message(ends_path, "expected the ends of documents, in order"))
         blocks = None if self.digest is None else shard["blocks"]
         return Shard(bin_path, dtype, blocks, self.vocabulary), ends
 

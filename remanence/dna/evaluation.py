@@ -134,7 +134,7 @@ def label_scores(subject: Subject, sequences: Sequence[np.ndarray], labels: int)
     tokens, ends = append_label_query(sequences)
     rows, places = torch.from_numpy(tokens.astype(np.int64)).to(subject.device), torch.from_numpy(ends)
     found: torch.Tensor | None = None
-    for part, trace in traces(subject.model, rows, memory_mode=subject.mode):
+    for part, trace in traces(subject.model, rows, memory_mode=subject.memory_mode):
         inside = (places >= part.start) & (places < part.stop)
         hidden = trace.hidden[inside.to(subject.device), (places[inside] - part.start).to(subject.device)]
         found = trace.hidden.new_zeros(len(rows), trace.hidden.shape[-1]) if found is None else found

@@ -59,13 +59,13 @@ class GenomeSource:
         batch: int,
         seed: int,
         rank: int = 0,
-        world: int = 1,
+        world_size: int = 1,
         *,
         max_pieces: int = 1,
         reverse_complement: bool = False,
     ) -> None:
         self.records, self.length, self.batch, self.seed = list(records), length, batch, seed
-        self.rank, self.rows, self.both = rank, batch * world, reverse_complement
+        self.rank, self.rows, self.both = rank, batch * world_size, reverse_complement
         self.tokenizer, self.digest = DnaTokenizer(), digest(records)
         sizes = np.array([len(record) for record in records])
         if sizes.max(initial=0) < 2:
@@ -149,12 +149,12 @@ class LabelledSource:
         batch: int,
         seed: int,
         rank: int = 0,
-        world: int = 1,
+        world_size: int = 1,
         *,
         weight: float = 0.0,
         reverse_complement: bool = False,
     ) -> None:
-        self.batch, self.seed, self.rank, self.world = batch, seed, rank, world
+        self.batch, self.seed, self.rank, self.world_size = batch, seed, rank, world_size
         self.weight, self.both = weight, reverse_complement
         if len(data.names) < 2:
             raise ValueError(f"data.path: expected at least two labels, got only {data.names[0]!r}")
@@ -171,7 +171,7 @@ class LabelledSource:
 
     def _step_indices(self, number: int) -> np.ndarray:
         """Return the indices of the sequences of a step, for all processes."""
-        count, rows = len(self.labels), self.batch * self.world
+        count, rows = len(self.labels), self.batch * self.world_size
         places = np.arange(number * rows, (number + 1) * rows)
         epochs = places // count
         chosen = [
@@ -187,7 +187,7 @@ class LabelledSource:
         tokens, ends = self.tokens[chosen].astype(np.int64), self.ends[chosen]
         if self.both:
             # This random generator differs from the one that shuffles epochs.
-            reverse = step_rng(self.seed + 2**62, number).integers(2, size=self.batch * self.world)[own]
+            reverse = step_rng(self.seed + 2**62, number).integers(2, size=self.batch * self.world_size)[own]
             for row in np.flatnonzero(reverse):
                 tokens[row, : ends[row]] = reverse_complement(tokens[row, : ends[row]])
         targets = np.full_like(tokens, IGNORED)
@@ -228,7 +228,7 @@ def classification_scores(found: np.ndarray) -> dict[str, float]:
     }
 
 
-def make_genome_source(config: TrainConfig, batch: int, rank: int, world: int) -> GenomeSource:
+def make_genome_source(config: TrainConfig, batch: int, rank: int, world_size: int) -> GenomeSource:
     """Build the training source for data.kind=genome. The genome is held in memory, one byte per base."""
     data = config.data
     assert isinstance(data, GenomeData)
@@ -240,19 +240,19 @@ def make_genome_source(config: TrainConfig, batch: int, rank: int, world: int) -
         for record in read_records(file)
     ]
     source = GenomeSource(
-        found, data.length, batch, config.seed, rank, world,
+        found, data.length, batch, config.seed, rank, world_size,
         max_pieces=data.max_carried_steps or 1 if config.carry else 1, reverse_complement=data.reverse_complement,
     )  # fmt: skip
     check_vocabulary(config, "tokenizer", source.tokenizer.vocabulary)
     return source
 
 
-def make_label_source(config: TrainConfig, batch: int, rank: int, world: int) -> LabelledSource:
+def make_label_source(config: TrainConfig, batch: int, rank: int, world_size: int) -> LabelledSource:
     """Build the training source for data.kind=dna."""
     data = config.data
     assert isinstance(data, DnaData)
     source = LabelledSource(
-        read_labelled("data.path", data.path, "train"), data.length, batch, config.seed, rank, world,
+        read_labelled("data.path", data.path, "train"), data.length, batch, config.seed, rank, world_size,
         weight=data.weight, reverse_complement=data.reverse_complement,
     )  # fmt: skip
     check_vocabulary(config, "tokenizer", source.tokenizer.vocabulary)

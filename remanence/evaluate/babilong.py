@@ -93,7 +93,9 @@ class Babilong(Task):
             hint = "a text to hide facts in: a file, a folder or hf:NAME"
             self.books = Texts("babilong.books", settings.books, hint)
             longest = max(settings.lengths)
-            hay = Haystack.of("babilong.books", self.books.sentences(), subject.tokenizer, longest)
+            hay = Haystack.from_sentences(
+                "babilong.books", self.books.sentences(), subject.tokenizer, longest
+            )
         self.questions = Questions(stories, shots, hay, subject.tokenizer, subject.seed)
         for group in self.units():  # raises an error now if a length is too short for the stories
             self.sample(group[-1])

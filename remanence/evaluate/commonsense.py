@@ -321,7 +321,7 @@ class Commonsense(Task):
         logging.getLogger("lm_eval").setLevel(logging.ERROR)
         datasets.disable_progress_bars()
         with tempfile.TemporaryDirectory() as folder, _silence_stderr():
-            self.harness.model.model.memory_mode = self.subject.mode
+            self.harness.model.model.memory_mode = self.subject.memory_mode
             task: str | Entry = BENCHMARKS[name].harness
             if name in self.entries:
                 path = Path(folder) / "entries.jsonl"

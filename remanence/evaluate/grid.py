@@ -226,7 +226,7 @@ class Grid(Task):
         mask = None if batch.mask is None else batch.mask.to(device)
         step = max(1, LOGITS // model.config.vocab_size)
         for part, trace in traces(
-            model, tokens, mask=mask, offsets=batch.offsets, memory_mode=self.subject.mode
+            model, tokens, mask=mask, offsets=batch.offsets, memory_mode=self.subject.memory_mode
         ):
             chosen = wanted[:, part] >= 0
             hidden, targets = trace.hidden[chosen], wanted[:, part][chosen]

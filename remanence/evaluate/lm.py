@@ -121,20 +121,20 @@ class Lm(Task):
         if unit["view"] == "markov":
             return self._measure_markov(unit)
         sums = Sums(every=self.settings.every)
-        found = self.subject.bookmark.find(self.subject.model) if unit["view"] == "stream" else None
-        if found:
-            sums = Sums(**found[1])
+        saved = self.subject.checkpoint.load(self.subject.model) if unit["view"] == "stream" else None
+        if saved:
+            sums = Sums(**saved[1])
         for number, document in enumerate(self.texts.of(self.files[unit["file"]])):
-            left = None if self.settings.max_tokens is None else self.settings.max_tokens - sums.tokens
-            if left is not None and left < 2:
+            tokens_left = None if self.settings.max_tokens is None else self.settings.max_tokens - sums.tokens
+            if tokens_left is not None and tokens_left < 2:
                 break
             if number < sums.document:  # already counted before the interruption
                 deque(document, maxlen=0)
                 continue
-            lists = _CountingStream(self.tokenizer, _truncate(self.tokenizer.stream(document), left))
+            lists = _CountingStream(self.tokenizer, _truncate(self.tokenizer.stream(document), tokens_left))
             if unit["view"] == "stream":
-                self._measure_stream(lists, sums, number, found[0] if found else None)
-                found = None
+                self._measure_stream(lists, sums, number, saved[0] if saved else None)
+                saved = None
             else:
                 for losses in self._window_losses(lists, unit["window"]):
                     sums.add(losses.flatten())
@@ -151,17 +151,17 @@ class Lm(Task):
 
     def _measure_markov(self, unit: Setting) -> Result:
         """Return the sums of losses of the Markov model of every order, and of their mixture, by name."""
-        models, left = Mixture(unit["orders"]), self.settings.max_tokens
+        models, tokens_left = Mixture(unit["orders"]), self.settings.max_tokens
         sums = [Sums(every=self.settings.every) for _ in range(len(unit["orders"]) + 1)]
         for document in self.texts.of(self.files[unit["file"]]):
             first = 1  # the first token of a document has no loss
-            for tokens in _truncate(self.tokenizer.stream(document), left):
+            for tokens in _truncate(self.tokenizer.stream(document), tokens_left):
                 bits = models.bits(np.array(tokens))
                 for own, costs in zip(sums, bits, strict=True):
                     own.add(torch.from_numpy(costs[first:] * log(2)))
-                first, left = 0, None if left is None else left - len(tokens)
+                first, tokens_left = 0, None if tokens_left is None else tokens_left - len(tokens)
                 self.subject.on_tokens(len(tokens))
-            if left is not None and left < 2:
+            if tokens_left is not None and tokens_left < 2:
                 break
         names = [*map(str, unit["orders"]), "mixture"]
         return {
@@ -176,9 +176,9 @@ class Lm(Task):
         `state` is the state at that position, or None at the start of the document.
         """
         sums.document = number
-        for losses, now in self.subject.stream_losses(_skip_tokens(lists, sums.position - 1), state):
+        for losses, state_after in self.subject.stream_losses(_skip_tokens(lists, sums.position - 1), state):
             sums.add(losses, sums.position)
-            self.subject.bookmark.keep(self.subject.model, now, sums.to_dict)
+            self.subject.checkpoint.save(self.subject.model, state_after, sums.to_dict)
 
     def _window_losses(self, lists: Iterable[Sequence[int]], window: int) -> Iterator[torch.Tensor]:
         """Yield the losses of windows, in nats. Each window starts with an empty memory, and its last target
@@ -330,7 +330,7 @@ class Sums:
                 self.bins[index] = [self.bins[index][0] + float(own.sum()), self.bins[index][1] + len(own)]
 
     def to_dict(self) -> Result:
-        """Return the sums as JSON data, to be saved in the bookmark."""
+        """Return the sums as JSON data, to be saved in the checkpoint."""
         return asdict(self)
 
 
@@ -381,13 +381,13 @@ def _token_bytes(token: str) -> int:
     return len(token) if set(token) <= BYTE_LETTERS else len(token.encode())
 
 
-def _truncate(lists: Iterable[list[int]], most: int | None) -> Iterator[list[int]]:
-    """Yield lists of tokens until `most` tokens were yielded. None: no limit."""
+def _truncate(lists: Iterable[list[int]], max_tokens: int | None) -> Iterator[list[int]]:
+    """Yield lists of tokens until `max_tokens` tokens were yielded. None: no limit."""
     for tokens in lists:
-        if most is None:
+        if max_tokens is None:
             yield tokens
         else:
-            yield tokens[:most]
-            most -= len(tokens)
-            if most <= 0:
+            yield tokens[:max_tokens]
+            max_tokens -= len(tokens)
+            if max_tokens <= 0:
                 return

@@ -27,7 +27,8 @@ class NiahSettings:
     Attributes:
         data: the background text: a file, a folder or hf:NAME. Not needed for the kind pk, which repeats a
             fixed text.
-        kinds: kinds of needles: pk, n, w (one needle), multikey, multiquery, multivalue (several needles).
+        kinds: kinds of needles: pk (passkey: a number in a repeated filler text), n (a number in an essay), w (word:
+            a UUID in an essay), and with several needles in an essay multikey, multiquery and multivalue.
         lengths: exact numbers of tokens before the answer.
         depths: relative positions of the needle, from 0 (start of the text) to 1 (end). If there are several
             needles, this is the position of the first one that is queried.
@@ -74,9 +75,9 @@ class Niah(Task):
             self.texts = Texts(
                 "niah.data", settings.data, "a text to hide needles in: a file, a folder or hf:NAME"
             )
-            self.hays[True] = Haystack.of("niah.data", self.texts.sentences(), tokenizer, longest)
+            self.hays[True] = Haystack.from_sentences("niah.data", self.texts.sentences(), tokenizer, longest)
         if not all(KINDS[kind].essay for kind in settings.kinds):
-            self.hays[False] = Haystack.of("niah.data", repeat(NOISE), tokenizer, longest)
+            self.hays[False] = Haystack.from_sentences("niah.data", repeat(NOISE), tokenizer, longest)
         for kind in settings.kinds:  # raises an error now if a length is too short
             self.sample(self._unit(kind, min(settings.lengths), settings.depths[0], 0))
 
@@ -107,7 +108,7 @@ class Niah(Task):
 
     def sample(self, unit: Setting) -> Sample:
         """Generate the text of a unit. It depends only on the unit's setting and the seed."""
-        hay = self.hays[KINDS[unit["kind"]].essay].part(unit["length"])
+        hay = self.hays[KINDS[unit["kind"]].essay].subset(unit["length"])
         rng = unit_rng(self.subject.seed, unit)
         where = unit["kind"], unit["length"], unit["depth"]
         return draw_sample(*where, hay=hay, choices=self.settings.choices, rng=rng)

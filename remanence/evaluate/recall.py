@@ -97,14 +97,14 @@ class Recall(Task):
     def _measure(self, pairs: int, distance: int) -> Result:
         """Count the right answers in texts with this number of pairs and this distance."""
         s = self.settings
-        made = held_out(pairs, distance, s.texts, self.subject.seed, keys=s.keys, noise=s.noise)
-        state = self.subject.read(list(made.texts.numpy().astype(np.int32)))
-        in_turn = self.subject.likeliest(made.pairs, state)
-        columns = made.keys.split(1, dim=1)
-        alone = [
+        questions = held_out(pairs, distance, s.texts, self.subject.seed, keys=s.keys, noise=s.noise)
+        state = self.subject.read(list(questions.texts.numpy().astype(np.int32)))
+        all_answers = self.subject.likeliest(questions.pairs, state)
+        columns = questions.keys.split(1, dim=1)
+        single_answers = [
             self.subject.likeliest(column, state) for column in columns
         ]  # every query reads the same state
-        return score(made, in_turn, alone)
+        return score(questions, all_answers, single_answers)
 
     def rows(self, results: Sequence[tuple[Setting, Result]]) -> list[Row]:
         found = {(unit["pairs"], unit["distance"]): result for unit, result in results}

@@ -19,18 +19,18 @@ import torch
 
 import remanence
 from remanence.config import MODES, Mode
-from remanence.evaluate.bookmark import Bookmark
+from remanence.evaluate.checkpoint import ReadingCheckpoint
 from remanence.evaluate.subject import Subject
 from remanence.evaluate.task import Result, Row, Setting, Task
 from remanence.inference.memfile import fingerprint
 from remanence.inference.threads import threads_for
 from remanence.io.files import (
+    add_digest,
     append_line,
+    check_digest,
     display_name,
     locked_file,
     read_json,
-    sealed,
-    unsealed,
     write_json,
 )
 from remanence.io.migrations import first_fields
@@ -55,7 +55,7 @@ class Journal:
         """Open or create a journal. `owner` identifies the subject; the journal of another subject raises an
         error.
         """
-        self.path, self.known, self.origins = path, dict[str, Result](), dict[str, Setting]()
+        self.path, self.results, self.origins = path, dict[str, Result](), dict[str, Setting]()
         if path is None:
             return
         lines = path.read_bytes().split(b"\n") if path.exists() else [b""]
@@ -63,45 +63,45 @@ class Journal:
             path.write_bytes(b"")
             append_line(path, json.dumps({"owner": owner}))
             return
-        if _line(lines[0]) != json.loads(json.dumps({"owner": owner})):
+        if _parse_line(lines[0]) != json.loads(json.dumps({"owner": owner})):
             hint = "give another name, or remove it"
             raise ValueError(
                 f"{path}: expected results of this model and its tokenizer, got another's; {hint}"
             )
         for line in lines[1:]:
-            entry = _line(line)
+            entry = _parse_line(line)
             if isinstance(entry, dict) and {"unit", "result"} <= entry.keys():
-                self.known[_key(entry["unit"])] = entry["result"]
-                self.origins[_key(entry["unit"])] = entry.get("origin") or {}
+                self.results[_unit_key(entry["unit"])] = entry["result"]
+                self.origins[_unit_key(entry["unit"])] = entry.get("origin") or {}
 
     def find(self, unit: Setting) -> Result | None:
         """Return the result of a unit, or None if it was not measured yet."""
-        return self.known.get(_key(unit))
+        return self.results.get(_unit_key(unit))
 
-    def keep(self, unit: Setting, result: Result, origin: Setting | None = None) -> None:
+    def record(self, unit: Setting, result: Result, origin: Setting | None = None) -> None:
         """Store the result of a unit. `origin` is the date, commit, hardware and versions of the measurement."""
-        self.known[_key(unit)], self.origins[_key(unit)] = result, origin or {}
+        self.results[_unit_key(unit)], self.origins[_unit_key(unit)] = result, origin or {}
         if self.path is not None:
             entry = {"unit": unit, "result": result, "origin": origin or {}}
-            append_line(self.path, json.dumps(sealed(json.loads(json.dumps(entry)))))
+            append_line(self.path, json.dumps(add_digest(json.loads(json.dumps(entry)))))
 
     def origin(self, units: Sequence[Setting]) -> Setting:
         """Return the common origin of several units. Fields that differ become lists; None means unknown."""
-        found = [self.origins[_key(unit)] for unit in units]
+        found = [self.origins[_unit_key(unit)] for unit in units]
         values = {name: list(dict.fromkeys(each.get(name) for each in found)) for name in ORIGIN}
         return {name: own[0] if len(own) == 1 else own for name, own in values.items()}
 
 
-def _line(line: bytes) -> Setting | None:
+def _parse_line(line: bytes) -> Setting | None:
     """Parse a line of the journal. None if it is incomplete or damaged; its unit is then measured again."""
     try:
         found = json.loads(line)
-        return unsealed("a line", found) if isinstance(found, dict) else None
+        return check_digest("a line", found) if isinstance(found, dict) else None
     except (ValueError, RecursionError):
         return None
 
 
-def _key(unit: Setting) -> str:
+def _unit_key(unit: Setting) -> str:
     """Return the settings of a unit as a string, to use as a dictionary key."""
     return json.dumps(unit, sort_keys=True)
 
@@ -138,34 +138,35 @@ def evaluate(
 
 
 def _evaluate(
-    subject: Subject, tasks: Sequence[Task], modes: Sequence[Mode], journal: Path | None, show: Show
+    subject: Subject, tasks: Sequence[Task], modes: Sequence[Mode], journal_file: Path | None, show: Show
 ) -> list[Row]:
     """Implement `evaluate` while the journal file is locked."""
-    kept = Journal(journal, describe(subject))
-    subject.bookmark = Bookmark(
-        journal and journal.with_name(f"{journal.name.removesuffix('.units.jsonl')}.bookmark.mem")
+    journal = Journal(journal_file, describe(subject))
+    subject.checkpoint = ReadingCheckpoint(
+        journal_file
+        and journal_file.with_name(f"{journal_file.name.removesuffix('.units.jsonl')}.bookmark.mem")
     )
-    rows, here = [], origin(subject)
-    progress = _Progress.of(tasks, modes, kept, show)
+    rows, origin_now = [], origin(subject)
+    progress = _Progress.start(tasks, modes, journal, show)
     try:
         for task in tasks:
             for mode in modes:
-                subject.mode = mode
-                found, told = _measured(subject, task, mode, kept, progress, here)
+                subject.memory_mode = mode
+                unit_results, task_origin = _measure_units(subject, task, mode, journal, progress, origin_now)
                 rows += [
-                    replace(row, setting={"memory": mode, **row.setting}, origin=told)
-                    for row in task.rows(found)
+                    replace(row, setting={"memory": mode, **row.setting}, origin=task_origin)
+                    for row in task.rows(unit_results)
                 ]
     finally:
-        subject.mode = "on"
+        subject.memory_mode = "on"
         subject.on_tokens = lambda _: None
-    subject.bookmark.remove()
+    subject.checkpoint.remove()
     return rows
 
 
-def _unit_identity(task: Task, mode: Mode, unit: Setting) -> Setting:
+def _unit_identity(task: Task, memory_mode: Mode, unit: Setting) -> Setting:
     """Return everything that a unit's result depends on, apart from the subject."""
-    return {"task": task.name, "memory": mode, **task.identity, **unit}
+    return {"task": task.name, "memory": memory_mode, **task.identity, **unit}
 
 
 class _Progress:
@@ -175,14 +176,16 @@ class _Progress:
         self.show, self.done, self.total = show, done, total
 
     @classmethod
-    def of(cls, tasks: Sequence[Task], modes: Sequence[Mode], kept: Journal, show: Show) -> _Progress:
+    def start(cls, tasks: Sequence[Task], modes: Sequence[Mode], journal: Journal, show: Show) -> _Progress:
         """Compute the total cost of all tasks and modes. Results in the journal count as done."""
         done = total = 0
         for task in tasks:
             for unit in (unit for group in task.units() for unit in group):
-                known = sum(kept.find(_unit_identity(task, mode, unit)) is not None for mode in modes)
+                num_measured = sum(
+                    journal.find(_unit_identity(task, mode, unit)) is not None for mode in modes
+                )
                 cost = task.cost(unit)
-                done, total = done + known * cost, total + len(modes) * cost
+                done, total = done + num_measured * cost, total + len(modes) * cost
         progress = cls(show, done, total)
         progress.update(f"{tasks[0].name}, memory {modes[0]}", 0, 0)
         return progress
@@ -192,39 +195,39 @@ class _Progress:
         self.show(name, self.done + min(tokens, limit), self.total)
 
 
-def _measured(
-    subject: Subject, task: Task, mode: Mode, kept: Journal, progress: _Progress, here: Setting
+def _measure_units(
+    subject: Subject, task: Task, memory_mode: Mode, journal: Journal, progress: _Progress, origin: Setting
 ) -> tuple[list[tuple[Setting, Result]], Setting]:
     """Measure the missing units of a task in one mode.
 
     Returns all units with their results, and the common origin of the results.
     """
 
-    def depends(unit: Setting) -> Setting:
-        return _unit_identity(task, mode, unit)
+    def identity_of(unit: Setting) -> Setting:
+        return _unit_identity(task, memory_mode, unit)
 
-    groups, name = task.units(), f"{task.name}, memory {mode}"
+    groups, name = task.units(), f"{task.name}, memory {memory_mode}"
     batch = getattr(task.settings, "batch", 1)
     for group in groups:
-        missing = [unit for unit in group if kept.find(depends(unit)) is None]
-        for start in range(0, len(missing), batch):
-            units = missing[start : start + batch]
-            cost, inside = sum(task.cost(unit) for unit in units), 0
+        unmeasured = [unit for unit in group if journal.find(identity_of(unit)) is None]
+        for start in range(0, len(unmeasured), batch):
+            units = unmeasured[start : start + batch]
+            cost, tokens_done = sum(task.cost(unit) for unit in units), 0
 
             def count_tokens(count: int, cost: int = cost) -> None:
-                nonlocal inside
-                inside += count
-                progress.update(name, inside, cost)
+                nonlocal tokens_done
+                tokens_done += count
+                progress.update(name, tokens_done, cost)
 
             subject.on_tokens = count_tokens
-            subject.bookmark.unit = _key({"units": [depends(unit) for unit in units]})
+            subject.checkpoint.unit = _unit_key({"units": [identity_of(unit) for unit in units]})
             for unit, result in zip(units, task.measure(units), strict=True):
-                kept.keep(depends(unit), result, here)
+                journal.record(identity_of(unit), result, origin)
             progress.done += cost
             progress.update(name, 0, 0)
     units = [unit for group in groups for unit in group]
-    found = [(unit, kept.known[_key(depends(unit))]) for unit in units]
-    return found, kept.origin([depends(unit) for unit in units])
+    found = [(unit, journal.results[_unit_key(identity_of(unit))]) for unit in units]
+    return found, journal.origin([identity_of(unit) for unit in units])
 
 
 def describe(subject: Subject) -> Setting:
@@ -271,13 +274,15 @@ def _training_facts(subject: Subject) -> Setting:
     if subject.network is None:
         return {}
     tokens = subject.trained.get("tokens")
-    words = (
+    tokenizer_name = (
         "bytes" if subject.tokens is None or isinstance(subject.tokens, ByteTokenizer) else "tokenizer.json"
     )
     return {
         "parameters": sum(parameter.numel() for parameter in subject.network.parameters()),
         "training_tokens": tokens if type(tokens) is int else None,
-        "tokenizer": words if words == "bytes" else f"{words} of {subject.tokenizer.vocabulary:,} tokens",
+        "tokenizer": tokenizer_name
+        if tokenizer_name == "bytes"
+        else f"{tokenizer_name} of {subject.tokenizer.vocabulary:,} tokens",
     }
 
 
@@ -293,9 +298,9 @@ def commit(root: Path) -> str | None:
     try:
         name, changed = (
             subprocess.run(
-                ["git", "-C", str(root), *words], capture_output=True, text=True, timeout=30, check=True
+                ["git", "-C", str(root), *arguments], capture_output=True, text=True, timeout=30, check=True
             ).stdout.strip()
-            for words in (("rev-parse", "HEAD"), ("status", "--porcelain", "--untracked-files=no"))
+            for arguments in (("rev-parse", "HEAD"), ("status", "--porcelain", "--untracked-files=no"))
         )
     except (OSError, subprocess.SubprocessError):
         return None
@@ -315,9 +320,9 @@ def hardware(device: torch.device) -> str:
 def _processor() -> str:
     """Return the processor's name if the system provides it, else its architecture."""
     try:
-        told = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace")
+        cpuinfo = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace")
         return next(
-            line.split(":", 1)[1].strip() for line in told.splitlines() if line.startswith("model name")
+            line.split(":", 1)[1].strip() for line in cpuinfo.splitlines() if line.startswith("model name")
         )
     except (OSError, StopIteration):
         return platform.processor() or platform.machine()
@@ -327,20 +332,20 @@ def write_rows(path: Path, rows: Sequence[Row], origin: Setting) -> None:
     """Write all rows with their provenance to one JSON file, atomically. Values that are not finite become
     null.
     """
-    plain = []
+    entries = []
     for row in rows:
-        told = asdict(row)
-        own = told.pop("origin") or {}
-        plain.append({**told, "provenance": {**origin, **own}})
-    write_json(path, sealed({"made_by": MADE_BY, "rows": _finite(plain)}))
+        entry = asdict(row)
+        row_origin = entry.pop("origin") or {}
+        entries.append({**entry, "provenance": {**origin, **row_origin}})
+    write_json(path, add_digest({"made_by": MADE_BY, "rows": _replace_nonfinite(entries)}))
 
 
-def _finite(data: object) -> object:
+def _replace_nonfinite(data: object) -> object:
     """Replace all floats that are not finite by None, in nested JSON data."""
     if isinstance(data, dict):
-        return {name: _finite(value) for name, value in data.items()}
+        return {name: _replace_nonfinite(value) for name, value in data.items()}
     if isinstance(data, list | tuple):
-        return [_finite(value) for value in data]
+        return [_replace_nonfinite(value) for value in data]
     return None if isinstance(data, float) and not isfinite(data) else data
 
 
@@ -350,7 +355,7 @@ def check_target(path: Path) -> None:
     Raise an error if the file exists and was not written by an earlier evaluation. Called before any work is
     done.
     """
-    if path.exists() and not _earlier(path):
+    if path.exists() and not _is_evaluation(path):
         raise ValueError(
             f"--json: expected a new file, or an earlier evaluation's, got {path}; give another name, or remove it"
         )
@@ -365,7 +370,7 @@ def check_target(path: Path) -> None:
         ) from None
 
 
-def _earlier(path: Path) -> bool:
+def _is_evaluation(path: Path) -> bool:
     """Whether a file was written by an earlier evaluation."""
     if not path.is_file():
         return False

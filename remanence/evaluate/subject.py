@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from remanence.attached.folder import load_model
 from remanence.config import Mode
-from remanence.evaluate.bookmark import Bookmark
+from remanence.evaluate.checkpoint import ReadingCheckpoint
 from remanence.inference.generate import Generation, Sampling, check_tokenizer
 from remanence.inference.memfile import HasWeights
 from remanence.inference.reader import PIECE, piece_size, piece_slices, read, token_pieces, traces
@@ -61,9 +61,9 @@ class Subject:
     """Path of the model's folder or of the recipe."""
     on_tokens: Callable[[int], None] = lambda _: None
     """Called after each forward pass with the number of tokens that it read."""
-    mode: Mode = "on"
+    memory_mode: Mode = "on"
     """The memory mode of all forward passes."""
-    bookmark: Bookmark = field(default_factory=Bookmark)
+    checkpoint: ReadingCheckpoint = field(default_factory=ReadingCheckpoint)
     """Saved state of the unit being measured."""
 
     @classmethod
@@ -114,15 +114,15 @@ class Subject:
     def read(self, texts: Sequence[np.ndarray]) -> State:
         """Read several texts (token arrays) as one batch, in pieces, and return the state of all rows.
 
-        An interrupted reading is resumed from the bookmark.
+        An interrupted reading is resumed from the checkpoint.
         """
         digests = [hashlib.sha256(text.astype(np.int64).tobytes()).digest() for text in texts]
         digest = hashlib.sha256(b"".join(digests)).hexdigest()
-        found = self.bookmark.find(self.model, digest)
-        state, at = (found[0], found[1]["at"]) if found else (self.model.start(len(texts)), 0)
-        self.on_tokens(at * len(texts))
+        saved = self.checkpoint.load(self.model, digest)
+        state, start = (saved[0], saved[1]["at"]) if saved else (self.model.start(len(texts)), 0)
+        self.on_tokens(start * len(texts))
         size = piece_size(self.model)
-        unread = [text[at:] for text in texts]
+        unread = [text[start:] for text in texts]
         for part in piece_slices(max(len(text) for text in unread), size):
             parts = [text[part].astype(np.int64) for text in unread]
             longest = max(len(part) for part in parts)
@@ -131,9 +131,10 @@ class Subject:
             lengths = torch.tensor([len(part) for part in parts])
             ragged = int(lengths.min()) < longest
             mask = (torch.arange(longest) < lengths[:, None]).to(self.device) if ragged else None
-            state = read(self.model, tokens, state, mask=mask, memory_mode=self.mode).state
+            state = read(self.model, tokens, state, mask=mask, memory_mode=self.memory_mode).state
             self.on_tokens(sum(len(part) for part in parts))
-            self.bookmark.keep(self.model, state, lambda at=at + part.start + size: {"at": at}, digest)  # type: ignore[misc]
+            progress = {"at": start + part.start + size}
+            self.checkpoint.save(self.model, state, lambda progress=progress: progress, digest)  # type: ignore[misc]
         return state
 
     def answers(
@@ -148,27 +149,27 @@ class Subject:
         If the memory diverges, the answer is empty and every option has probability 0.
         """
         state = self.read(texts)
-        lost = state.diverged.tolist()
-        finite = [row for row in range(len(texts)) if not lost[row]]
-        said = {}
+        diverged = state.diverged.tolist()
+        finite = [row for row in range(len(texts)) if not diverged[row]]
+        generated_texts = {}
         if finite:
             generated = self.generate([prompts[row] for row in finite], state.rows(finite), max_tokens)
-            said = dict(zip(finite, generated, strict=True))
+            generated_texts = dict(zip(finite, generated, strict=True))
         pairs = [
             (row, *pair_tokens(self.tokenizer, prompts[row], option))
             for row in finite
             for option in options[row]
         ]
-        likely: dict[int, list[Likelihood]] = {}
+        likelihoods: dict[int, list[Likelihood]] = {}
         size = max(len(texts), *map(len, options))  # each option needs a copy of the state
         for start in range(0, len(pairs), size):
             rows, befores, ends = zip(*pairs[start : start + size], strict=True)
             for row, each in zip(rows, self.likelihoods(befores, ends, state.rows(list(rows))), strict=True):
-                likely.setdefault(row, []).append(each)
+                likelihoods.setdefault(row, []).append(each)
         return [
             Answer("", [Likelihood(-np.inf, False)] * len(own))
-            if lost[row]
-            else Answer(said[row], likely[row])
+            if diverged[row]
+            else Answer(generated_texts[row], likelihoods[row])
             for row, own in enumerate(options)
         ]
 
@@ -187,7 +188,7 @@ class Subject:
                 sampling,
                 tokenizer=self.tokenizer,
                 state=state,
-                memory_mode=self.mode,
+                memory_mode=self.memory_mode,
             )
             return generation.run().texts
         except DivergedError:
@@ -202,7 +203,7 @@ class Subject:
     @torch.no_grad()
     def likeliest(self, tokens: Tensor, state: State | None = None) -> Tensor:
         """Return the most likely next token ``[b t]`` after each token of ``[b t]``, on the CPU."""
-        logits, _ = self.model(tokens.to(self.device), state, memory_mode=self.mode)
+        logits, _ = self.model(tokens.to(self.device), state, memory_mode=self.memory_mode)
         self.on_tokens(tokens.numel())
         return logits.argmax(-1).cpu()
 
@@ -218,7 +219,7 @@ class Subject:
         tokens = torch.tensor([row + [0] * (longest - len(row)) for row in rows], device=self.device)
         lengths = torch.tensor([len(row) for row in rows], device=self.device)
         mask = torch.arange(longest, device=self.device) < lengths[:, None]
-        pieces = traces(self.model, tokens, state, mask=mask, memory_mode=self.mode)
+        pieces = traces(self.model, tokens, state, mask=mask, memory_mode=self.memory_mode)
         hidden = [trace.hidden for _, trace in pieces]
         self.on_tokens(int(lengths.sum()))
         features, found = torch.cat(hidden, 1), []
@@ -245,13 +246,13 @@ class Subject:
         state = self.model.start(len(rows)) if state is None else state
         found = []
         step = max(1, LOGITS // self.model.config.vocab_size)
-        for part, trace in traces(self.model, rows[:, :-1], state, memory_mode=self.mode):
+        for part, trace in traces(self.model, rows[:, :-1], state, memory_mode=self.memory_mode):
             state, targets = trace.state, rows[:, 1:][:, part]
             hidden, flat = trace.hidden.flatten(0, 1), targets.flatten()
             parts = []
-            for at in range(0, len(flat), step):
-                logits = self.model.logits(hidden[at : at + step]).float()
-                parts.append(F.cross_entropy(logits, flat[at : at + step], reduction="none"))
+            for start in range(0, len(flat), step):
+                logits = self.model.logits(hidden[start : start + step]).float()
+                parts.append(F.cross_entropy(logits, flat[start : start + step], reduction="none"))
             found.append(torch.cat(parts).view_as(targets))
             self.on_tokens(targets.numel())
             if bool(state.diverged.any()):

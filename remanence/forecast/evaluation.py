@@ -117,7 +117,7 @@ class Forecast(Task):
 
     def _measure_windows(self) -> Result:
         """Return the errors over all test windows."""
-        forecast = partial(self.network, memory_mode=self.subject.mode)
+        forecast = partial(self.network, memory_mode=self.subject.memory_mode)
         return compute_errors(forecast, self.windows, size=self.settings.windows)._asdict()
 
     @property
@@ -129,8 +129,8 @@ class Forecast(Task):
     def _measure_stream(self, unit: Setting) -> Result:
         """Return the mean rolling errors (mse, mae) before and after the shift, and the mse of each forecast."""
         values = SHIFTS[unit["shift"]](self.values, self._shift_row)
-        start, mode = self.protocol.borders.val, self.subject.mode
-        rolled = roll(self.network, values, start, mode=mode, warm=unit["warm"], phases=unit["phases"])
+        start, mode = self.protocol.borders.val, self.subject.memory_mode
+        rolled = roll(self.network, values, start, memory_mode=mode, warm=unit["warm"], phases=unit["phases"])
         # Forecasts whose horizon contains the shift are left out, because the shift could not be predicted.
         before = rolled.between(start, self._shift_row - self.network.config.horizon + 1)
         after = rolled.between(self._shift_row, len(values))

@@ -162,7 +162,7 @@ class Forecaster:
         if memory is not None:
             memory_mode = renamed_mode(memory)
         values = self._standardize(self._read(data))
-        return roll(self.fitted, values, start, mode=memory_mode, warm=warm, phases=phases)
+        return roll(self.fitted, values, start, memory_mode=memory_mode, warm=warm, phases=phases)
 
     def plot(
         self,

@@ -15,11 +15,11 @@ from remanence.backbone import Backbone, State, Trace
 from remanence.config import MODES, Mode
 from remanence.forecast.config import NetworkConfig
 from remanence.forecast.protocol import Scaler
-from remanence.io.files import read_json, sealed, unsealed, write_json
+from remanence.io.files import add_digest, check_digest, read_json, write_json
 from remanence.io.tensors import aligned, opened, read_header, read_tensors, write_tensors
 from remanence.runtime.choices import check_choice, short_repr
 from remanence.runtime.mode import RenamedMode
-from remanence.runtime.terminal import shown
+from remanence.runtime.terminal import escape_controls
 
 MODEL_TYPE = "remanence-forecast"
 """Value of `model_type` in config.json."""
@@ -147,7 +147,9 @@ class Network(nn.Module):
             )
         return self._read(x, state, first, self.check_mode(memory_mode or self._memory_mode))
 
-    def _read(self, x: Tensor, state: State | None, first: Tensor | None, mode: Mode) -> tuple[Tensor, Trace]:
+    def _read(
+        self, x: Tensor, state: State | None, first: Tensor | None, memory_mode: Mode
+    ) -> tuple[Tensor, Trace]:
         """Implement `read` after its arguments were checked."""
         raise NotImplementedError
 
@@ -169,12 +171,15 @@ class Network(nn.Module):
         scaler = None
         if self.scaler is not None:
             scaler = {name: values.tolist() for name, values in self.scaler._asdict().items()}
-        return {"model_type": MODEL_TYPE, "remanence": sealed({**self.config.to_dict(), "scaler": scaler})}
+        return {
+            "model_type": MODEL_TYPE,
+            "remanence": add_digest({**self.config.to_dict(), "scaler": scaler}),
+        }
 
     def card_parts(self, name: str) -> dict[str, str]:
         """Return the texts that are inserted into the model card. `name` is the model's name."""
         config = self.config
-        channels = ", ".join(f"`{shown(each, keep='')}`" for each in config.names)
+        channels = ", ".join(f"`{escape_controls(each, allowed='')}`" for each in config.names)
         return {
             "pipeline": "time-series-forecasting",
             "facts": f"a forecast of {config.horizon:,} rows from {config.lookback:,}.",
@@ -198,7 +203,9 @@ class LinearNetwork(Network):
         super().__init__(config)
         self.time_proj = nn.Linear(config.lookback, config.horizon)
 
-    def _read(self, x: Tensor, state: State | None, first: Tensor | None, mode: Mode) -> tuple[Tensor, Trace]:
+    def _read(
+        self, x: Tensor, state: State | None, first: Tensor | None, memory_mode: Mode
+    ) -> tuple[Tensor, Trace]:
         z, statistics = _normalize(x.unflatten(1, (-1, self.config.lookback)))
         return _denormalize(self.time_proj(z.transpose(2, 3)).transpose(2, 3), statistics), _empty_trace(x)
 
@@ -214,7 +221,9 @@ class DLinear(Network):
         self.trend_proj = nn.Linear(config.lookback, config.horizon)
         self.rest_proj = nn.Linear(config.lookback, config.horizon)
 
-    def _read(self, x: Tensor, state: State | None, first: Tensor | None, mode: Mode) -> tuple[Tensor, Trace]:
+    def _read(
+        self, x: Tensor, state: State | None, first: Tensor | None, memory_mode: Mode
+    ) -> tuple[Tensor, Trace]:
         rows = x.unflatten(1, (-1, self.config.lookback)).transpose(2, 3).flatten(1, 2)
         side = (MOVING_AVERAGE - 1) // 2
         trend = F.avg_pool1d(F.pad(rows, (side, side), mode="replicate"), MOVING_AVERAGE, 1)
@@ -255,7 +264,9 @@ class MemoryNetwork(Network):
     def has_memory(self) -> bool:
         return self.backbone.has_memory
 
-    def _read(self, x: Tensor, state: State | None, first: Tensor | None, mode: Mode) -> tuple[Tensor, Trace]:
+    def _read(
+        self, x: Tensor, state: State | None, first: Tensor | None, memory_mode: Mode
+    ) -> tuple[Tensor, Trace]:
         c, f = self.config, self.config.forecast
         windows = x.unflatten(1, (-1, c.lookback))
         ahead = None
@@ -269,7 +280,7 @@ class MemoryNetwork(Network):
         tokens = tokens + self.channel[:, None, None]
         documents = self.dropout(tokens).flatten(0, 1).flatten(1, 2)  # one sequence per channel and batch row
         self.backbone.checkpointing = self.checkpointing
-        trace = self.backbone.trace(documents, state, memory_mode=mode)
+        trace = self.backbone.trace(documents, state, memory_mode=memory_mode)
         features = trace.hidden.unflatten(1, (-1, self.tokens)).flatten(2)
         found = self.head_proj(self.dropout(features)).unflatten(0, rows.shape[:2])  # [b channels n horizon]
         if self.time_proj is not None:
@@ -325,7 +336,7 @@ def _read_config(folder: Path) -> tuple[NetworkConfig, Scaler | None]:
     kind, own = data.get("model_type"), data.get("remanence")
     if kind != MODEL_TYPE or not isinstance(own, dict):
         raise ValueError(f"{path}: expected a forecasting network ({MODEL_TYPE}), got {short_repr(kind)}")
-    fields = unsealed(path, own)
+    fields = check_digest(path, own)
     scaler = fields.pop("scaler", None)
     try:
         shape = NetworkConfig.from_dict(fields)

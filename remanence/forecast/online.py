@@ -33,24 +33,24 @@ class RollingErrors(NamedTuple):
         return float(self.mse[inside].mean()), float(self.mae[inside].mean())
 
 
-def shift_level(values: Tensor, at: int) -> Tensor:
-    """Add 2 standard deviations of the training part to all values from row `at` on."""
-    return torch.cat([values[:at], values[at:] + 2])
+def raise_level(values: Tensor, first_row: int) -> Tensor:
+    """Add 2 standard deviations of the training part to all values from row `first_row` on."""
+    return torch.cat([values[:first_row], values[first_row:] + 2])
 
 
-def double_amplitude(values: Tensor, at: int) -> Tensor:
-    """Double the distance of all values from the training mean from row `at` on."""
-    return torch.cat([values[:at], 2 * values[at:]])
+def double_amplitude(values: Tensor, first_row: int) -> Tensor:
+    """Double the distance of all values from the training mean from row `first_row` on."""
+    return torch.cat([values[:first_row], 2 * values[first_row:]])
 
 
-def double_frequency(values: Tensor, at: int) -> Tensor:
-    """Double the speed from row `at` on: keep every second row."""
-    return torch.cat([values[:at], values[at::2]])
+def double_frequency(values: Tensor, first_row: int) -> Tensor:
+    """Double the speed from row `first_row` on: keep every second row."""
+    return torch.cat([values[:first_row], values[first_row::2]])
 
 
 SHIFTS: dict[str, Callable[[Tensor, int], Tensor]] = {
-    "none": lambda values, at: values,
-    "level": shift_level,
+    "none": lambda values, first_row: values,
+    "level": raise_level,
     "amplitude": double_amplitude,
     "frequency": double_frequency,
 }
@@ -61,7 +61,7 @@ an entry for a new shift.
 
 @torch.no_grad()
 def roll(
-    network: Network, values: Tensor, start: int, *, mode: Mode = "on", warm: int = 8, phases: int = 4
+    network: Network, values: Tensor, start: int, *, memory_mode: Mode = "on", warm: int = 8, phases: int = 4
 ) -> RollingErrors:
     """Return the errors of rolling forecasts of `values` ``[rows channels]`` from row `start` on.
 
@@ -70,7 +70,7 @@ def roll(
     the state between look-backs and writes to the memory. "frozen" stops writing before the first forecast
     that is measured. "fresh" starts every look-back with an empty memory. "off" uses no memory.
     """
-    check_choice("mode", mode, MODES)
+    check_choice("memory_mode", memory_mode, MODES)
     lookback, horizon = network.config.lookback, network.config.horizon
     phases = max(1, min(phases, lookback))
     offsets = torch.arange(phases, device=values.device) * (lookback // phases)
@@ -81,23 +81,29 @@ def roll(
             f"got {start} and {len(values) - start}"
         )
     steps = (len(values) - start - int(offsets[-1]) - horizon) // lookback + 1
-    span = torch.arange(lookback, device=values.device)
-    ahead = torch.arange(horizon, device=values.device)
+    lookback_rows = torch.arange(lookback, device=values.device)
+    horizon_rows = torch.arange(horizon, device=values.device)
     state: State | None = None
-    found = []
+    errors = []
     with eval_mode(network):
         for step in range(-warm, steps):
             origins = start + step * lookback + offsets
             first = origins - lookback
-            now: Mode = "on" if mode == "fresh" or (mode == "frozen" and step < 0) else mode
-            forecast, trace = network.read(values[first[:, None] + span], state, first, memory_mode=now)
-            state = trace.state if mode in ("on", "frozen") and network.has_memory else None
+            step_mode: Mode = (
+                "on" if memory_mode == "fresh" or (memory_mode == "frozen" and step < 0) else memory_mode
+            )
+            forecast, trace = network.read(
+                values[first[:, None] + lookback_rows], state, first, memory_mode=step_mode
+            )
+            state = trace.state if memory_mode in ("on", "frozen") and network.has_memory else None
             if step >= 0:
-                miss = forecast[:, -1].float() - values[origins[:, None] + ahead]
-                found.append(
-                    torch.stack([origins.float(), miss.square().mean((1, 2)), miss.abs().mean((1, 2))])
+                difference = forecast[:, -1].float() - values[origins[:, None] + horizon_rows]
+                errors.append(
+                    torch.stack(
+                        [origins.float(), difference.square().mean((1, 2)), difference.abs().mean((1, 2))]
+                    )
                 )
-    origins, mse, mae = torch.cat(found, 1).cpu()
+    origins, mse, mae = torch.cat(errors, 1).cpu()
     return RollingErrors(origins.long(), mse, mae)
 
 

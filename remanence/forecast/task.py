@@ -24,7 +24,7 @@ from remanence.runtime.device import resolve
 from remanence.runtime.graphs import capture
 from remanence.tasks.draw import step_rng
 from remanence.train.config import TrainConfig
-from remanence.train.distributed import World, average_gradients
+from remanence.train.distributed import ProcessGroup, average_gradients
 from remanence.train.initial_state import InitialState
 from remanence.train.sources import Source, make_source
 from remanence.train.task import Gradients
@@ -39,12 +39,17 @@ class WindowSource:
     """Training windows of a series, shuffled every epoch. The whole series is held on the training device."""
 
     def __init__(
-        self, config: TrainConfig, batch: int, series: Series | None = None, rank: int = 0, world: int = 1
+        self,
+        config: TrainConfig,
+        batch: int,
+        series: Series | None = None,
+        rank: int = 0,
+        world_size: int = 1,
     ) -> None:
         data = config.data
         assert isinstance(data, ForecastData)
         forecast: ForecastConfig = config.forecast  # type: ignore[attr-defined]  # from `TrainFields`
-        self.config, self.batch, self.rank, self.world = config, batch, rank, world
+        self.config, self.batch, self.rank, self.world_size = config, batch, rank, world_size
         if series is None:
             if data.path is None:
                 raise ValueError(
@@ -82,7 +87,7 @@ class WindowSource:
 
         A batch may contain windows of two epochs, so that all batches have the same size.
         """
-        first = (number * self.world + self.rank) * self.batch
+        first = (number * self.world_size + self.rank) * self.batch
         pieces, at, end = [], first, first + self.batch
         while at < end:
             epoch, inside = divmod(at, self.train.num_windows)
@@ -110,9 +115,9 @@ class WindowSource:
             network.train()
 
 
-def make_window_source(config: TrainConfig, batch: int, rank: int, world: int) -> WindowSource:
+def make_window_source(config: TrainConfig, batch: int, rank: int, world_size: int) -> WindowSource:
     """Build the training source for data.kind=forecast."""
-    return WindowSource(config, batch, None, rank, world)
+    return WindowSource(config, batch, None, rank, world_size)
 
 
 class ForecastTask:
@@ -121,9 +126,11 @@ class ForecastTask:
     prefetch = False
     """Whether batches are loaded in advance. Not needed, because the data is already on the training device."""
 
-    def __init__(self, config: TrainConfig, world: World, source: Source | None = None) -> None:
-        self.config, self.world = config, world
-        self.source: Any = source or make_source(config, world.rank, world.size)
+    def __init__(
+        self, config: TrainConfig, process_group: ProcessGroup, source: Source | None = None
+    ) -> None:
+        self.config, self.process_group = config, process_group
+        self.source: Any = source or make_source(config, process_group.rank, process_group.size)
 
     def build_model(self, resumed: bool) -> Network:
         return self.source.network()
@@ -159,7 +166,7 @@ class ForecastTask:
         Dropout is seeded by step and rank, so that a resumed run repeats it. `graph` is the captured step, or
         None to run without a CUDA graph.
         """
-        torch.manual_seed((self.config.seed * 1_000_003 + number + self.world.rank * 2**32) % 2**63)
+        torch.manual_seed((self.config.seed * 1_000_003 + number + self.process_group.rank * 2**32) % 2**63)
         (batch,) = batches
         if graph is not None:
             loss, trace = graph(batch)
@@ -168,16 +175,18 @@ class ForecastTask:
             with torch.autocast(model.device.type, torch.bfloat16, enabled=bfloat16):
                 loss, trace = model.loss(batch)
             loss.backward()
-        average_gradients(model, self.world)
+        average_gradients(model, self.process_group)
         # All processes have the same number of windows, so the loss of the step is the mean over processes.
-        return Gradients(loss.detach() / self.world.size, batch.x.numel() * self.world.size, trace)
+        return Gradients(
+            loss.detach() / self.process_group.size, batch.x.numel() * self.process_group.size, trace
+        )
 
     def validate(self, model: Network) -> float:
         """Return the validation error, averaged over processes.
 
         Each process validates the same windows; only rounding may differ.
         """
-        return self.world.total(self.source.validate(model))[0] / self.world.size
+        return self.process_group.sum_over_processes(self.source.validate(model))[0] / self.process_group.size
 
 
 class CapturedStep:
@@ -194,7 +203,7 @@ class CapturedStep:
         self.graph: torch.cuda.CUDAGraph | None = None
         self.wanted = network.device.type == "cuda" and config.graph is not False
 
-    def of(self, batches: list[WindowBatch], _: object = None) -> CapturedStep | None:
+    def select_graph(self, batches: list[WindowBatch], _: object = None) -> CapturedStep | None:
         """Return this object if the step is captured, or None if it must run without a graph.
 
         Capture happens here, after `EAGER` steps.

@@ -20,7 +20,7 @@ from remanence.attached.folder import KIND
 from remanence.attached.model import Attached
 from remanence.config import KnnConfig, MemoryConfig, Mode
 from remanence.hf.native import FolderConfig, RemanenceForCausalLM
-from remanence.io.files import unsealed
+from remanence.io.files import check_digest
 from remanence.model import State, Trace
 from remanence.runtime.choices import short_repr
 from remanence.runtime.keywords import AttachFields, show_fields
@@ -43,7 +43,7 @@ class AttachedConfig(FolderConfig):
     def __init__(
         self, base: Mapping[str, Any] | None = None, remanence: Mapping[str, Any] | None = None, **kwargs: Any
     ) -> None:
-        native = AttachConfig.from_dict(unsealed("remanence", remanence)) if remanence else None
+        native = AttachConfig.from_dict(check_digest("remanence", remanence)) if remanence else None
         own = {} if native is None else {
             "vocab_size": native.vocab_size, "hidden_size": native.dim, "num_hidden_layers": native.num_layers,
             "num_attention_heads": native.heads[0],

@@ -23,7 +23,7 @@ from transformers.utils.generic import can_return_tuple
 from remanence.config import Mode, ModelConfig, preset
 from remanence.folder import AUTO, Auto, describe
 from remanence.inference import memfile
-from remanence.io.files import unsealed
+from remanence.io.files import check_digest
 from remanence.io.migrations import TENSORS
 from remanence.io.tensors import aligned
 from remanence.model import Model, State, Trace
@@ -72,7 +72,7 @@ class RemanenceConfig(FolderConfig):
         if isinstance(remanence, ModelConfig):
             native = remanence
         else:
-            native = ModelConfig.from_dict(unsealed("remanence", remanence))
+            native = ModelConfig.from_dict(check_digest("remanence", remanence))
         super().__init__(**{**_transformers_fields(native), **kwargs})
         self.remanence, self.auto_map = native.to_dict(), AUTO.names
 

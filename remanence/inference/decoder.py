@@ -21,7 +21,14 @@ from remanence.mixers.base import ForwardDecoder
 from remanence.model import Model
 from remanence.runtime.graphs import capture
 from remanence.runtime.mode import renamed_mode
-from remanence.runtime.module import Watch, altered, described, modules_of, ours, overridden
+from remanence.runtime.module import (
+    Watch,
+    alteration_reason,
+    is_package_module,
+    modules_covered_by,
+    modules_of,
+    overridden_method,
+)
 
 
 def unsupported(model: Model, memory_mode: Mode | None = None) -> str | None:
@@ -33,11 +40,11 @@ def unsupported(model: Model, memory_mode: Mode | None = None) -> str | None:
         return "autocast is on, and decoding runs in the dtype of the weights"
     if (reason := model.decode_unsupported_reason(mode)) is not None:
         return reason
-    if (name := overridden(model, "decode_unsupported_reason", ("forward", "trace"))) is not None:
+    if (name := overridden_method(model, "decode_unsupported_reason", ("forward", "trace"))) is not None:
         return f"{type(model).__name__} overrides {name} and not decode_unsupported_reason"
-    if not ours(model.backbone):
+    if not is_package_module(model.backbone):
         return f"{type(model.backbone).__name__} is a backbone of another class"
-    if (reason := altered([model.backbone])) is not None:
+    if (reason := alteration_reason([model.backbone])) is not None:
         return reason
     reasons = (ForwardDecoder.unsupported(block.mixer) for block in model.blocks if not in_place(block))  # type: ignore[arg-type]
     return next((reason for reason in reasons if reason is not None), None)
@@ -48,12 +55,14 @@ def in_place(block: Any) -> bool:
     is overridden, replaced or hooked. Otherwise the decoder calls the block.
     """
     mixer, modules = block.mixer, modules_of(block)
-    known = described(mixer, "decoder")
+    known = modules_covered_by(mixer, "decoder")
     if type(mixer).decoder is Mixer.decoder:  # the default decoder calls the mixer
         known = set(modules_of(mixer))
-    elif overridden(mixer, "decoder") is not None:
+    elif overridden_method(mixer, "decoder") is not None:
         return False
-    return altered(modules) is None and all(ours(module) or module in known for module in modules)
+    return alteration_reason(modules) is None and all(
+        is_package_module(module) or module in known for module in modules
+    )
 
 
 class Decoder:
@@ -83,7 +92,7 @@ class Decoder:
         reason = unsupported(model, memory_mode)
         if reason is not None:
             raise ValueError(f"model: expected one that can be decoded in place, but {reason}")
-        self.model, self.mode = model, model.check_mode(memory_mode or model.memory_mode)
+        self.model, self.memory_mode = model, model.check_mode(memory_mode or model.memory_mode)
         self.device = model.embed.weight.device
         if graph and self.device.type != "cuda":
             raise ValueError(f"graph: expected None or False for a model on {self.device.type}, got True")
@@ -105,11 +114,11 @@ class Decoder:
         full or the model's hooks or modules have changed.
         """
         self.watch = Watch(self.model)
-        self.called = None if unsupported(self.model, self.mode) is None else state
+        self.called = None if unsupported(self.model, self.memory_mode) is None else state
         pairs = zip(self.model.blocks, state.blocks, strict=True) if self.called is None else ()
-        self.decoders = [_decoder(block, part, self.mode) for block, part in pairs]
+        self.decoders = [_decoder(block, part, self.memory_mode) for block, part in pairs]
         fixed = self.device.type == "cuda" and all(decoder.is_capturable for decoder in self.decoders)
-        self.captures = (fixed if self.wanted is None else self.wanted) and altered(
+        self.captures = (fixed if self.wanted is None else self.wanted) and alteration_reason(
             self.watch.modules
         ) is None
         self.position = state.position.clone()
@@ -166,25 +175,25 @@ class Decoder:
         """
         mask = None if active is None else active.unsqueeze(1)
         with torch.autocast(self.device.type, enabled=False):
-            trace = self.model.trace(tokens.unsqueeze(1), state, mask=mask, memory_mode=self.mode)
+            trace = self.model.trace(tokens.unsqueeze(1), state, mask=mask, memory_mode=self.memory_mode)
             self.called = trace.state
             return self.model.logits(trace.hidden)[:, 0]
 
     def _forward(self) -> Tensor:
         """Run one step on the tokens in the buffers and return the logits ``[b v]``."""
         text = Text(self.tokens.unsqueeze(1), self.model.log_unigrams, self.model.logits)
-        now = StepContext(self.position, self.active, {}, text)
+        ctx = StepContext(self.position, self.active, {}, text)
         block: Any
         with torch.autocast(self.device.type, enabled=False):  # use the dtype of the weights
             x = self.model.embed(self.tokens).unsqueeze(1)
             for block, decoder in zip(self.model.blocks, self.decoders, strict=True):
                 if isinstance(decoder, ForwardDecoder) and decoder.mixer is block:
-                    x = decoder.step(x, now)
+                    x = decoder.step(x, ctx)
                 else:
-                    x = block.residual_ffn(x, decoder.step(block.norm_mixer(x, matmul_dtype(x)), now))
+                    x = block.residual_ffn(x, decoder.step(block.norm_mixer(x, matmul_dtype(x)), ctx))
             hidden = self.model.backbone.norm(x)
             for decoder in self.decoders:
-                decoder.finish(hidden, now)
+                decoder.finish(hidden, ctx)
             self.position += self.active
             return self.model.logits(hidden)[:, 0]
 
@@ -214,8 +223,12 @@ class Decoder:
         return State(tuple(decoder.state(self.position) for decoder in self.decoders), self.position.clone())
 
 
-def _decoder(block: Any, state: Any, mode: Mode) -> MixerDecoder:
+def _decoder(block: Any, state: Any, memory_mode: Mode) -> MixerDecoder:
     """Return the mixer's own decoder for a block, or one that calls the whole block if the former would
     ignore changes.
     """
-    return block.mixer.decoder(state, mode) if in_place(block) else ForwardDecoder(block, state, mode)
+    return (
+        block.mixer.decoder(state, memory_mode)
+        if in_place(block)
+        else ForwardDecoder(block, state, memory_mode)
+    )

@@ -117,33 +117,33 @@ def choose(logits: Tensor, sampling: Sampling, generator: torch.Generator) -> in
     return int(torch.multinomial(logits.softmax(0), 1, generator=generator))
 
 
-class _Phrases:
+class _PhraseFilter:
     """The tokens of one answer so far, to exclude tokens that would repeat a phrase of `size` tokens. None
     for `size` allows repetition.
     """
 
     def __init__(self, size: int | None) -> None:
-        self.size, self.said = size, list[int]()
-        self.after: dict[tuple[int, ...], set[int]] = {}
+        self.size, self.tokens = size, list[int]()
+        self.next_tokens: dict[tuple[int, ...], set[int]] = {}
 
-    def _beginning(self) -> tuple[int, ...]:
+    def _last_tokens(self) -> tuple[int, ...]:
         """Return the last `size` - 1 tokens, which form a phrase together with the next token."""
-        return tuple(self.said[len(self.said) - (self.size or 1) + 1 :])
+        return tuple(self.tokens[len(self.tokens) - (self.size or 1) + 1 :])
 
     def push(self, token: int) -> None:
         """Add a generated token."""
-        if self.size is not None and len(self.said) >= self.size - 1:
-            self.after.setdefault(self._beginning(), set()).add(token)
-        self.said.append(token)
+        if self.size is not None and len(self.tokens) >= self.size - 1:
+            self.next_tokens.setdefault(self._last_tokens(), set()).add(token)
+        self.tokens.append(token)
 
-    def without(self, logits: Tensor) -> Tensor:
+    def mask_repeated(self, logits: Tensor) -> Tensor:
         """Return the logits ``[v]`` with -inf for tokens that would repeat a phrase; unchanged if all tokens
         would.
         """
-        barred = self.after.get(self._beginning(), set()) if self.after else set()
-        if not barred or len(barred) == len(logits):  # some token must be chosen
+        excluded = self.next_tokens.get(self._last_tokens(), set()) if self.next_tokens else set()
+        if not excluded or len(excluded) == len(logits):  # some token must be chosen
             return logits
-        return logits.index_fill(0, torch.tensor(sorted(barred), device=logits.device), -torch.inf)
+        return logits.index_fill(0, torch.tensor(sorted(excluded), device=logits.device), -torch.inf)
 
 
 class Generation:
@@ -190,13 +190,13 @@ class Generation:
         self._state: State | None = model.start(len(prompts)) if state is None else state
         self._decoder: Decoder | None = None
         mode = model.check_mode(memory_mode or model.memory_mode)
-        unwritten: Mode = "frozen" if model.has_memory and mode != "off" else mode
+        mode_without_writing: Mode = "frozen" if model.has_memory and mode != "off" else mode
         self.modes: tuple[Mode, Mode] = {
             "all": (mode, mode),
-            "prompt": (mode, unwritten),
-            "none": (unwritten, unwritten),
+            "prompt": (mode, mode_without_writing),
+            "none": (mode_without_writing, mode_without_writing),
         }[write]
-        self.begun = False
+        self.started = False
         self.tokens: list[list[int]] = [[] for _ in prompts]
         self.texts = [""] * len(prompts)
 
@@ -211,33 +211,37 @@ class Generation:
 
     def __iter__(self) -> Iterator[tuple[int, str]]:
         """Yield the row number and the next piece of text, for all rows, until every answer has ended."""
-        if self.begun:
+        if self.started:
             raise ValueError(
                 "generation: expected to be run once, got a second run; make another one from .state"
             )
-        self.begun = True
+        self.started = True
         writers = [_Writer(self.tokenizer, self.sampling.stop) for _ in self.prompts]
-        phrases = [_Phrases(self.sampling.phrase(self.tokenizer)) for _ in self.prompts]
+        filters = [_PhraseFilter(self.sampling.phrase(self.tokenizer)) for _ in self.prompts]
         seed = secrets.randbits(61) if self.sampling.seed is None else self.sampling.seed
-        chance = [torch.Generator().manual_seed(seed + row) for row in range(len(self.prompts))]
+        generators = [torch.Generator().manual_seed(seed + row) for row in range(len(self.prompts))]
         logits = self._read_prompts()
         active = [self.sampling.max_tokens > 0] * len(writers)
         while any(active):
             chosen = [
-                choose(phrases[row].without(logits[row]), self.sampling, chance[row]) if on else 0
+                choose(filters[row].mask_repeated(logits[row]), self.sampling, generators[row]) if on else 0
                 for row, on in enumerate(active)
             ]
-            said = [on and token != self.tokenizer.end for on, token in zip(active, chosen, strict=True)]
-            if any(said):
-                logits = self._say(chosen, said)
+            continues = [on and token != self.tokenizer.end for on, token in zip(active, chosen, strict=True)]
+            if any(continues):
+                logits = self._read_tokens(chosen, continues)
             for row, token in enumerate(chosen):
                 if not active[row]:
                     continue
-                text = writers[row].push(token) if said[row] else ""
-                if said[row]:
+                text = writers[row].push(token) if continues[row] else ""
+                if continues[row]:
                     self.tokens[row].append(token)
-                    phrases[row].push(token)
-                if not said[row] or writers[row].stopped or len(self.tokens[row]) >= self.sampling.max_tokens:
+                    filters[row].push(token)
+                if (
+                    not continues[row]
+                    or writers[row].stopped
+                    or len(self.tokens[row]) >= self.sampling.max_tokens
+                ):
                     active[row] = False
                     text += writers[row].finish()
                 if text:
@@ -257,45 +261,45 @@ class Generation:
     def _read_prompts(self) -> Tensor:
         """Read the prompts and return the logits after the last token of each ``[b v]``, on the CPU."""
         longest = max(len(prompt) for prompt in self.prompts)
-        place = self.model.device
+        device = self.model.device
         padded = torch.tensor(
-            [prompt + [0] * (longest - len(prompt)) for prompt in self.prompts], device=place
+            [prompt + [0] * (longest - len(prompt)) for prompt in self.prompts], device=device
         )
         mask = torch.tensor(
             [[True] * len(prompt) + [False] * (longest - len(prompt)) for prompt in self.prompts],
-            device=place,
+            device=device,
         )
-        whole = bool(mask.all())
+        is_unpadded = bool(mask.all())
         last, state, *_ = read(
-            self.model, padded, self.state, mask=None if whole else mask, memory_mode=self.modes[0]
+            self.model, padded, self.state, mask=None if is_unpadded else mask, memory_mode=self.modes[0]
         )
         self._state = state
-        if place.type in IN_PLACE and self.sampling.max_tokens > 0:
+        if device.type in IN_PLACE and self.sampling.max_tokens > 0:
             model = cast(Model, self.model)  # only models with our own layers can be decoded in place
             if unsupported(model, self.modes[1]) is None:
                 self._decoder = Decoder(model, state, self.modes[1])
-        return self._finite(self.model.logits(last), state.diverged, [True] * len(self.prompts))
+        return self._check_finite(self.model.logits(last), state.diverged, [True] * len(self.prompts))
 
     @torch.no_grad()
-    def _say(self, chosen: list[int], said: list[bool]) -> Tensor:
-        """Read the chosen tokens of the rows where `said` is true, and return the next logits ``[b v]`` on
+    def _read_tokens(self, chosen: list[int], continues: list[bool]) -> Tensor:
+        """Read the chosen tokens of the rows where `continues` is true, and return the next logits ``[b v]`` on
         the CPU.
         """
-        place = self.model.device
-        tokens, rows = torch.tensor(chosen, device=place), torch.tensor(said, device=place)
+        device = self.model.device
+        tokens, rows = torch.tensor(chosen, device=device), torch.tensor(continues, device=device)
         if self._decoder is not None:
             self._state = None
-            return self._finite(self._decoder.step(tokens, rows), self._decoder.diverged, said)
-        mask = None if all(said) else rows.unsqueeze(-1)
+            return self._check_finite(self._decoder.step(tokens, rows), self._decoder.diverged, continues)
+        mask = None if all(continues) else rows.unsqueeze(-1)
         with threads_for(self.model):
             trace = self.model.trace(tokens.unsqueeze(-1), self.state, mask=mask, memory_mode=self.modes[1])
             logits = self.model.logits(trace.hidden[:, -1])
         self._state = trace.state
-        return self._finite(logits, trace.state.diverged, said)
+        return self._check_finite(logits, trace.state.diverged, continues)
 
-    def _finite(self, logits: Tensor, diverged: Tensor, said: list[bool]) -> Tensor:
+    def _check_finite(self, logits: Tensor, diverged: Tensor, continues: list[bool]) -> Tensor:
         """Return the logits on the CPU, where tokens are chosen. Raises an error if a memory has diverged or
-        the logits of a row in `said` are not finite. Logits and flags are copied in one transfer, the only
+        the logits of a row in `continues` are not finite. Logits and flags are copied in one transfer, the only
         one per token.
         """
         logits, flags = (
@@ -305,7 +309,7 @@ class Generation:
         )
         if bool(flags.any()):
             raise DivergedError(DIVERGED)
-        if not bool(logits[torch.tensor(said, device="cpu")].isfinite().all()):
+        if not bool(logits[torch.tensor(continues, device="cpu")].isfinite().all()):
             raise ValueError(
                 "model: expected finite logits, got infinite or NaN ones; its weights, or a store's file, are damaged"
             )
@@ -338,12 +342,14 @@ class _Writer:
         if self.stopped:
             return ""
         self.held += text
-        places = [place for place in (self.held.find(stop) for stop in self.stop) if place >= 0]
-        if places:
+        stop_positions = [
+            position for position in (self.held.find(stop) for stop in self.stop) if position >= 0
+        ]
+        if stop_positions:
             self.stopped = True
-            return self.held[: min(places)]
-        keep = max((_overlap(self.held, stop) for stop in self.stop), default=0)
-        text, self.held = self.held[: len(self.held) - keep], self.held[len(self.held) - keep :]
+            return self.held[: min(stop_positions)]
+        num_held = max((_overlap(self.held, stop) for stop in self.stop), default=0)
+        text, self.held = self.held[: len(self.held) - num_held], self.held[len(self.held) - num_held :]
         return text
 
 

@@ -7,7 +7,13 @@ from math import lcm
 from torch import Tensor, nn
 
 from remanence.model import Model
-from remanence.runtime.module import altered, described, modules_of, ours, overridden
+from remanence.runtime.module import (
+    alteration_reason,
+    is_package_module,
+    modules_covered_by,
+    modules_of,
+    overridden_method,
+)
 
 
 def unsupported(model: Model, length: int, carries: bool) -> str | None:
@@ -34,20 +40,26 @@ def uncaptured_code_reason(model: Model) -> str | None:
     overrides that may branch on the host. None if there is no such code.
     """
     modules = modules_of(model)
-    if (reason := altered(modules)) is not None:
+    if (reason := alteration_reason(modules)) is not None:
         return f"{reason}, which a captured graph would not call"
     for parameter in model.parameters():
         if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):
             return "a parameter has hooks, which a captured graph would not call"
-    if (name := overridden(model, "capture_unsupported_reason", ("forward", "trace", "logits"))) is not None:
+    if (
+        name := overridden_method(model, "capture_unsupported_reason", ("forward", "trace", "logits"))
+    ) is not None:
         return f"{type(model).__name__} overrides {name} and not capture_unsupported_reason"
     known: set[nn.Module] = {model}
     for mixer in model.mixers:
-        if (name := overridden(mixer, "capture_unsupported_reason")) is not None:
+        if (name := overridden_method(mixer, "capture_unsupported_reason")) is not None:
             return f"{type(mixer).__name__} overrides {name} and not capture_unsupported_reason"
-        known |= described(mixer, "capture_unsupported_reason")
+        known |= modules_covered_by(mixer, "capture_unsupported_reason")
     for module in modules:
-        if not (ours(module) or module in known or type(module) in (nn.Embedding, nn.Linear, nn.ModuleList)):
+        if not (
+            is_package_module(module)
+            or module in known
+            or type(module) in (nn.Embedding, nn.Linear, nn.ModuleList)
+        ):
             return f"a module ({type(module).__name__}) is not one of ours, and may branch on the host"
     return None
 

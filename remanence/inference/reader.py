@@ -123,7 +123,7 @@ def read(
 
 
 def _read(
-    model: CausalModel, tokens: Tensor, state: State | None, mask: Tensor | None, mode: Mode
+    model: CausalModel, tokens: Tensor, state: State | None, mask: Tensor | None, memory_mode: Mode
 ) -> ReadResult:
     """Read tokens in pieces; see `read`."""
     state = model.start(tokens.shape[0]) if state is None else state
@@ -134,11 +134,11 @@ def _read(
     position = positions_of(state.position)[0] if mask is None else 0
     for part in piece_slices(tokens.shape[1], size, position):
         some, here = tokens[:, part], None if mask is None else mask[:, part]
-        graph = None if mask is not None else _captured_piece(model, some, state, size, mode)
+        graph = None if mask is not None else _captured_piece(model, some, state, size, memory_mode)
         if graph is not None:
             last, state, surprise = graph(some, state)
         else:
-            trace = model.trace(some, state, mask=here, memory_mode=mode)
+            trace = model.trace(some, state, mask=here, memory_mode=memory_mode)
             state, surprise = trace.state, None if trace.surprise is None else trace.surprise.sum()
             last = trace.hidden[:, -1] if here is None else _last(trace.hidden, here, last)
         if surprise is not None:
@@ -211,12 +211,12 @@ _CAPTURES: WeakKeyDictionary[CausalModel, _Capture] = WeakKeyDictionary()
 
 
 def _captured_piece(
-    model: CausalModel, tokens: Tensor, state: State, size: int, mode: Mode
+    model: CausalModel, tokens: Tensor, state: State, size: int, memory_mode: Mode
 ) -> CapturedPiece | None:
     """Return the CUDA graph that reads this piece, capturing it once enough pieces have been read. None if
     the piece cannot be read with a graph, or not yet.
     """
-    if not tokens.is_cuda or tokens.shape[1] != size or mode != "on" or _uses_autocast(tokens):
+    if not tokens.is_cuda or tokens.shape[1] != size or memory_mode != "on" or _uses_autocast(tokens):
         return None
     model = cast(Model, model)  # only models with our own layers can be captured
     window = longest_window(model)

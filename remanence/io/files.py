@@ -137,7 +137,7 @@ def remove_leftovers(folder: Path, name: str | None = None) -> None:
         found = LEFT.fullmatch(left)
         if found is not None and (name is None or found[1] == _label(name)):
             with suppress(OSError):
-                lock = _lock(folder / left, certain=True)
+                lock = _lock(folder / left, required=True)
                 if lock is not None:
                     shutil.rmtree(folder / left, ignore_errors=True)
                     _release(lock)
@@ -149,14 +149,14 @@ its owner.
 """
 
 
-def _lock(path: Path, *, certain: bool = False) -> int | None:
+def _lock(path: Path, *, required: bool = False) -> int | None:
     """Open and lock a folder or file and return its descriptor, or None if it does not exist.
 
     Raises BlockingIOError if another process holds the lock. Where the system or the disk does not support
-    locks, an unlocked descriptor is returned, or None if `certain`.
+    locks, an unlocked descriptor is returned, or None if `required`.
     """
     if fcntl is None:
-        return None if certain else os.open(os.devnull, os.O_RDONLY)
+        return None if required else os.open(os.devnull, os.O_RDONLY)
     try:
         number = os.open(path, os.O_RDONLY)
     except FileNotFoundError:
@@ -170,7 +170,7 @@ def _lock(path: Path, *, certain: bool = False) -> int | None:
     except FileNotFoundError:
         found = False
     except OSError:
-        found = not certain
+        found = not required
     if not found:
         os.close(number)
         return None
@@ -199,11 +199,11 @@ if hasattr(os, "register_at_fork"):
 
 
 @contextmanager
-def locked(folder: Path, who: str) -> Iterator[None]:
+def locked(folder: Path, holder: str) -> Iterator[None]:
     """Lock `folder` for this process until the block ends or the process dies. The folder is created if it
     does not exist.
 
-    Raises ValueError if another process holds the lock; `who` describes that process in the message, such as
+    Raises ValueError if another process holds the lock; `holder` describes that process in the message, such as
     "a training run". Folders that were created here and are empty at the end are removed.
     """
     made, lock = [path for path in (folder, *folder.parents) if not path.exists()], None
@@ -214,7 +214,9 @@ def locked(folder: Path, who: str) -> Iterator[None]:
             folder.mkdir(parents=True, exist_ok=True)
             lock = _lock(folder)
     except BlockingIOError:
-        raise ValueError(f"{folder}: in use by {who} that is still going on; wait for it or end it") from None
+        raise ValueError(
+            f"{folder}: in use by {holder} that is still going on; wait for it or end it"
+        ) from None
     try:
         yield
     finally:
@@ -226,13 +228,13 @@ def locked(folder: Path, who: str) -> Iterator[None]:
 
 
 @contextmanager
-def locked_target(path: Path, who: str) -> Iterator[None]:
+def locked_target(path: Path, holder: str) -> Iterator[None]:
     """Lock a file that is going to be replaced, as `locked` does for a folder. The lock is held on a separate
     file next to it, which is removed at the end.
     """
     path = path.resolve()
     lock = path.with_name(f".{_label(path.name)}.lock")
-    with locked_file(lock, who, path):
+    with locked_file(lock, holder, path):
         try:
             yield
         finally:
@@ -240,8 +242,8 @@ def locked_target(path: Path, who: str) -> Iterator[None]:
 
 
 @contextmanager
-def locked_file(path: Path, who: str, meant: Path | None = None) -> Iterator[None]:
-    """Lock a file, as `locked` does for a folder. The file is created if it does not exist. `meant` is the
+def locked_file(path: Path, holder: str, shown_path: Path | None = None) -> Iterator[None]:
+    """Lock a file, as `locked` does for a folder. The file is created if it does not exist. `shown_path` is the
     path to show in error messages, if it is not `path`.
     """
     lock = None
@@ -253,7 +255,7 @@ def locked_file(path: Path, who: str, meant: Path | None = None) -> Iterator[Non
             lock = _lock(path)
     except BlockingIOError:
         raise ValueError(
-            f"{meant or path}: in use by {who} that is still going on; wait for it or end it"
+            f"{shown_path or path}: in use by {holder} that is still going on; wait for it or end it"
         ) from None
     try:
         yield
@@ -288,23 +290,23 @@ def canonical(data: object) -> bytes:
         raise ValueError("expected plain data, got lists inside lists without end") from None
 
 
-def sealed(data: Mapping[str, Any]) -> dict[str, Any]:
+def add_digest(data: Mapping[str, Any]) -> dict[str, Any]:
     """Return a copy of a JSON object with a digest of its entries added."""
     return {**data, DIGEST: _digest(data)}
 
 
-def unsealed(what: object, data: Mapping[str, Any]) -> dict[str, Any]:
+def check_digest(owner: object, data: Mapping[str, Any]) -> dict[str, Any]:
     """Check a JSON object's digest and return the object without it. An object without a digest is accepted.
-    `what` is the name to show in error messages.
+    `owner` is the name to show in error messages.
     """
-    rest = {key: value for key, value in data.items() if key != DIGEST}
+    content = {key: value for key, value in data.items() if key != DIGEST}
     # An object whose digest key was damaged must not be accepted as one without a digest.
-    renamed = any(isinstance(value, str) and value.startswith(KIND) for value in rest.values())
-    if renamed or (DIGEST in data and data[DIGEST] != _digest(rest)):
+    renamed = any(isinstance(value, str) and value.startswith(KIND) for value in content.values())
+    if renamed or (DIGEST in data and data[DIGEST] != _digest(content)):
         raise ValueError(
-            f"{what}: damaged, or changed by hand: its digest does not fit; remove the entry {DIGEST!r} to accept it"
+            f"{owner}: damaged, or changed by hand: its digest does not fit; remove the entry {DIGEST!r} to accept it"
         )
-    return rest
+    return content
 
 
 def _digest(data: Mapping[str, object]) -> str:
@@ -313,17 +315,17 @@ def _digest(data: Mapping[str, object]) -> str:
 
 
 def write_json(path: Path, data: Mapping[str, object]) -> None:
-    """Write a JSON object atomically. `read_json` detects damage if the object is `sealed`."""
+    """Write a JSON object atomically. `read_json` detects damage if the object has a digest (`add_digest`)."""
     with replacing(path) as temporary:
         temporary.write_text(json.dumps(data, indent=2) + "\n", encoding="utf-8")
 
 
-def read_json(path: Path, most: int | None = None) -> dict[str, Any]:
+def read_json(path: Path, max_bytes: int | None = None) -> dict[str, Any]:
     """Read a JSON object from a file, check its digest, and return it without the digest. Raises ValueError
-    if the file has more than `most` bytes.
+    if the file has more than `max_bytes` bytes.
     """
-    if most is not None and path.stat().st_size > most:
-        raise ValueError(f"{path}: expected at most {most:,} bytes, got {path.stat().st_size:,}")
+    if max_bytes is not None and path.stat().st_size > max_bytes:
+        raise ValueError(f"{path}: expected at most {max_bytes:,} bytes, got {path.stat().st_size:,}")
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
     except (json.JSONDecodeError, UnicodeDecodeError, RecursionError) as error:
@@ -332,7 +334,7 @@ def read_json(path: Path, most: int | None = None) -> dict[str, Any]:
         raise ValueError(f"{path}: not a JSON file that can be read ({error})") from None
     if not isinstance(data, dict):
         raise ValueError(f"{path}: expected a JSON object, got {type(data).__name__}")
-    return unsealed(path, data)
+    return check_digest(path, data)
 
 
 def display_name(source: Path) -> str:

@@ -5,12 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 
 
-def make_folder(what: str, path: Path) -> None:
-    """Create the parent folders of the file `path`. `what` is the argument name to show in error messages."""
+def make_folder(argument: str, path: Path) -> None:
+    """Create the parent folders of the file `path`. `argument` is the argument name to show in error messages."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         reason = error.strerror or error
         raise ValueError(
-            f"{what}: expected a folder that can be made, got {path.parent} ({reason})"
+            f"{argument}: expected a folder that can be made, got {path.parent} ({reason})"
         ) from None

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from remanence.layers.norm import l2_normalize
 from remanence.ops import layer_cpu
 from remanence.ops.triton import layer
-from remanence.runtime.module import plain
+from remanence.runtime.module import is_unmodified
 from remanence.runtime.state import roll_history
 
 
@@ -79,14 +79,14 @@ class ShortConv(nn.Module):
             offsets is None
             and self.weight is not None
             and layer.is_supported(x, width=self.width // heads, taps=self.kernel)
-            and plain(self, ShortConv)
+            and is_unmodified(self, ShortConv)
         ):
             return layer.short_conv(x, past, self.weight, heads, normalize)
         if (
             offsets is None
             and self.weight is not None
             and layer_cpu.is_supported(x)
-            and plain(self, ShortConv)
+            and is_unmodified(self, ShortConv)
         ):
             return layer_cpu.short_conv(x, past, self.weight, heads, normalize), self.advance(x, past, None)
         y, past = self(x, past, offsets)

@@ -80,25 +80,25 @@ class WindowDecoder:
         seen = (age <= position) & (age < (self.layer.window or self.size))
         return torch.cat([seen.new_ones(len(seen), self.persistent), seen], 1)
 
-    def step(self, x: Tensor, now: StepContext) -> Tensor:
+    def step(self, x: Tensor, ctx: StepContext) -> Tensor:
         """Return the output ``[r 1 d]`` for one token per row, after storing its key and value."""
-        return self.layer.project_output(self.attend(x, now)[0])
+        return self.layer.project_output(self.attend(x, ctx)[0])
 
     def attend(
-        self, x: Tensor, now: StepContext, *, lse: bool = False
+        self, x: Tensor, ctx: StepContext, *, lse: bool = False
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Return the output of `step` before its projection, then the token's query, key (both not rotated)
         and value ``[r 1 h e]``. With `lse`, the log-sum-exp is appended to the output.
         """
         layer, shape = self.layer, (self.size, self.persistent, self.layer.window)
         q, (k, v) = layer.queries(x), layer.keys_values(x)
-        rotary = now.cached(
-            layer.width, layer.rotary_base, make=lambda: layer.rotary(now.position.unsqueeze(-1), q.dtype)
+        rotary = ctx.cached(
+            layer.width, layer.rotary_base, make=lambda: layer.rotary(ctx.position.unsqueeze(-1), q.dtype)
         )
-        slot = now.cached("slot", *shape, make=lambda: self.persistent + now.position % self.size)
-        mask = now.cached("mask", *shape, make=lambda: self._mask(now.position))
-        decode.write_slots(self.k, slot, rotary(k)[:, 0], now.active)
-        decode.write_slots(self.v, slot, v[:, 0], now.active)
+        slot = ctx.cached("slot", *shape, make=lambda: self.persistent + ctx.position % self.size)
+        mask = ctx.cached("mask", *shape, make=lambda: self._mask(ctx.position))
+        decode.write_slots(self.k, slot, rotary(k)[:, 0], ctx.active)
+        decode.write_slots(self.v, slot, v[:, 0], ctx.active)
         return masked_softmax(rotary(q), self.k, self.v, mask.unsqueeze(1), lse=lse), q, k, v
 
     def state(self, position: Tensor) -> AttentionState:
@@ -135,21 +135,21 @@ class SegmentDecoder:
         seen = torch.arange(self.size, device=place.device) <= place.unsqueeze(-1)
         return torch.cat([seen.new_ones(len(seen), self.persistent), seen & retrieved, seen], 1)
 
-    def step(self, x: Tensor, retrieved: Tensor | None, now: StepContext) -> Tensor:
+    def step(self, x: Tensor, retrieved: Tensor | None, ctx: StepContext) -> Tensor:
         """Return the output ``[r 1 d]`` for one token per row, after storing its key and value. `retrieved`
         is None if nothing was retrieved for it.
         """
         layer, shape = self.layer, (self.size, self.persistent)
-        place = now.cached("place", self.size, make=lambda: now.position % self.size)
+        place = ctx.cached("place", self.size, make=lambda: ctx.position % self.size)
         q = layer.queries(x)
-        rotary = now.cached(
+        rotary = ctx.cached(
             "segment", layer.width, layer.rotary_base, make=lambda: layer.rotary(place.unsqueeze(-1), q.dtype)
         )
-        mask = now.cached("segment mask", *shape, make=lambda: self._mask(place, retrieved is not None))
+        mask = ctx.cached("segment mask", *shape, make=lambda: self._mask(place, retrieved is not None))
         for first, source in zip(self._first_slots, (retrieved, x), strict=True):
             k, v = (torch.zeros_like(q),) * 2 if source is None else layer.keys_values(source)
-            decode.write_slots(self.k, first + place, rotary(k)[:, 0], now.active)
-            decode.write_slots(self.v, first + place, v[:, 0], now.active)
+            decode.write_slots(self.k, first + place, rotary(k)[:, 0], ctx.active)
+            decode.write_slots(self.v, first + place, v[:, 0], ctx.active)
         return layer.project_output(masked_softmax(rotary(q), self.k, self.v, mask.unsqueeze(1)))
 
     def state(self, position: Tensor) -> SegmentState:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from remanence.layers.linear import broadcast_stacked
 from remanence.ops import layer_cpu
 from remanence.ops.triton import layer
-from remanence.runtime.module import assign, plain
+from remanence.runtime.module import assign, is_unmodified
 
 
 class GateProjection(nn.Module):
@@ -58,9 +58,9 @@ class GateProjection(nn.Module):
         """Return the log of the sigmoid of each gate's logits, or the log of one minus the sigmoid where
         `flipped` is true.
         """
-        if layer.is_supported(x, gates=self.bias.shape[-1]) and plain(self, GateProjection):
+        if layer.is_supported(x, gates=self.bias.shape[-1]) and is_unmodified(self, GateProjection):
             return layer.log_gates(x, self.weight, self.bias, self.heads, flipped)
-        if layer_cpu.is_supported(x) and plain(self, GateProjection):
+        if layer_cpu.is_supported(x) and is_unmodified(self, GateProjection):
             return layer_cpu.log_gates(x, self.weight, self.bias, self.heads, flipped)
         return tuple(
             F.logsigmoid(-logit if flip else logit) for logit, flip in zip(self(x), flipped, strict=True)

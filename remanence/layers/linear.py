@@ -12,7 +12,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 from torch.autograd.function import FunctionCtx
 
-from remanence.runtime.module import plain
+from remanence.runtime.module import is_unmodified
 
 
 def matmul_dtype(x: Tensor) -> torch.dtype:
@@ -64,7 +64,7 @@ def project(x: Float[Tensor, "b t d"], *projections: Linear) -> tuple[Tensor, ..
     """
     if len(projections) < 2 or not x.is_cuda or torch.compiler.is_compiling() or not torch.is_grad_enabled():
         return tuple(projection(x) for projection in projections)
-    if not all(plain(projection, Linear) for projection in projections):
+    if not all(is_unmodified(projection, Linear) for projection in projections):
         return tuple(projection(x) for projection in projections)
     return _project_fused(x, *projections)
 
@@ -154,12 +154,12 @@ def _stacked(x: Tensor, weight: Tensor) -> Tensor:
     return x.reshape(*weight.shape[:-2], -1, x.shape[-1])
 
 
-def broadcast_stacked(weight: Tensor, plain: int, x: Tensor) -> Tensor:
-    """Return a weight with `plain` axes unchanged. Reshape the stacked weights of several layers so that they
+def broadcast_stacked(weight: Tensor, unstacked_dim: int, x: Tensor) -> Tensor:
+    """Return a weight with `unstacked_dim` axes unchanged. Reshape the stacked weights of several layers so that they
     broadcast over x when the first axis of x is split by layers.
     """
     return (
         weight
-        if weight.dim() == plain
-        else weight.view(len(weight), *[1] * (x.dim() - plain), *weight.shape[1:])
+        if weight.dim() == unstacked_dim
+        else weight.view(len(weight), *[1] * (x.dim() - unstacked_dim), *weight.shape[1:])
     )

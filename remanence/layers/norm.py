@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from remanence.layers.linear import broadcast_stacked
 from remanence.ops import layer_cpu
 from remanence.ops.triton import layer
-from remanence.runtime.module import plain
+from remanence.runtime.module import is_unmodified
 
 
 class RMSNorm(nn.Module):
@@ -41,9 +41,13 @@ class RMSNorm(nn.Module):
         self, x: Float[Tensor, "b t h width"], gate: Float[Tensor, "b t inner"]
     ) -> Float[Tensor, "b t inner"]:
         """Normalise each head of x, concatenate the heads, and multiply by SiLU of the gate."""
-        if layer.is_supported(x, width=self.width) and layer.is_supported(gate) and plain(self, RMSNorm):
+        if (
+            layer.is_supported(x, width=self.width)
+            and layer.is_supported(gate)
+            and is_unmodified(self, RMSNorm)
+        ):
             return layer.gated_norm(x, gate, self.weight, self.eps)
-        if layer_cpu.is_supported(x) and plain(self, RMSNorm):
+        if layer_cpu.is_supported(x) and is_unmodified(self, RMSNorm):
             return layer_cpu.gated_norm(x, gate, self.weight, self.eps)
         return self(x).flatten(-2) * F.silu(gate)
 

@@ -74,14 +74,14 @@ class IvfSearch:
 
     @torch.no_grad()
     def __call__(
-        self, q: Float[Tensor, "r t h e"], state: StoreState, k: int, limit: Int[Tensor, "r t"]
+        self, q: Float[Tensor, "r t h e"], state: StoreState, k: int, max_position: Int[Tensor, "r t"]
     ) -> SearchResult:
-        check_search(q, state, k, limit)
+        check_search(q, state, k, max_position)
         _faiss()
         built = [row for row in range(len(q)) if self._refresh(row, state)]
-        found = self._search(q, state, k, limit)
+        found = self._search(q, state, k, max_position)
         if built and q.shape[1]:
-            self._measure(q, state, k, limit, found, built)
+            self._measure(q, state, k, max_position, found, built)
         return found
 
     def _refresh(self, row: int, state: StoreState) -> bool:
@@ -124,13 +124,13 @@ class IvfSearch:
         index.nprobe = max(1, round(cells * self.probes))
         return index
 
-    def _search(self, q: Tensor, state: StoreState, k: int, limit: Tensor) -> SearchResult:
+    def _search(self, q: Tensor, state: StoreState, k: int, max_position: Tensor) -> SearchResult:
         """Search row by row: unchanged entries with the index, and entries written since it was built
         exactly.
         """
         scores, indices = [], []
         for row in range(len(q)):
-            one, asked, bound = state.rows(slice(row, row + 1)), q[row : row + 1], limit[row : row + 1]
+            one, asked, bound = state.rows(slice(row, row + 1)), q[row : row + 1], max_position[row : row + 1]
             indexed = self._rows.get(row)
             if indexed is None:
                 score, index = exact(asked, one, k, bound)
@@ -139,7 +139,7 @@ class IvfSearch:
                 continue
             built = indexed.position.to(q.device)
             unchanged = (one.position[0] == built) & (built >= 0)
-            # More than k entries are requested, because some may be beyond a query's limit or overwritten.
+            # More than k entries are requested, because some may be after a query's `max_position` or overwritten.
             slots = self._search_index(indexed, asked[0], min(2 * k, state.size)).to(q.device)
             old = self._score(asked[0], one, slots, unchanged, bound[0])
             new = one._replace(position=one.position.masked_fill(unchanged, -1))
@@ -161,26 +161,34 @@ class IvfSearch:
         ]
         return torch.stack([torch.from_numpy(slots) for slots in found], 1)
 
-    def _score(self, q: Tensor, one: StoreState, slots: Tensor, unchanged: Tensor, limit: Tensor) -> Tensor:
+    def _score(
+        self, q: Tensor, one: StoreState, slots: Tensor, unchanged: Tensor, max_position: Tensor
+    ) -> Tensor:
         """Return the scores of slots ``[t h k]``, computed with the keys of the state. They are -inf for
-        entries that were overwritten or are beyond the limit.
+        entries that were overwritten or are after `max_position`.
         """
         place = slots.clamp(min=0)
         dtype = torch.promote_types(q.dtype, torch.float32)
         keys = one.k[0][place, torch.arange(q.shape[1], device=q.device).view(-1, 1)].to(dtype)
         score = (keys @ q.to(dtype).unsqueeze(-1)).squeeze(-1)
-        good = (slots >= 0) & unchanged[place] & (one.position[0][place] <= limit.view(-1, 1, 1))
+        good = (slots >= 0) & unchanged[place] & (one.position[0][place] <= max_position.view(-1, 1, 1))
         return score.masked_fill(~good, -torch.inf)
 
     def _measure(
-        self, q: Tensor, state: StoreState, k: int, limit: Tensor, found: SearchResult, built: list[int]
+        self,
+        q: Tensor,
+        state: StoreState,
+        k: int,
+        max_position: Tensor,
+        found: SearchResult,
+        built: list[int],
     ) -> None:
         """Set `recall` by comparing the result with exact search, on some queries of the rows whose indices
         were just built.
         """
         some = torch.linspace(0, q.shape[1] - 1, min(SAMPLED_QUERIES, q.shape[1]), device=q.device).long()
         rows = torch.tensor(built, device=q.device)
-        truth = exact(q[rows][:, some], state.rows(rows), k, limit[rows][:, some])
+        truth = exact(q[rows][:, some], state.rows(rows), k, max_position[rows][:, some])
         self.recall = recall(found.index[rows][:, some], truth.index)
         log.info("ivf: recall %.3f of exact search's %d on %d sampled queries", self.recall, k, len(some))
 

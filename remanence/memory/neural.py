@@ -277,16 +277,16 @@ class NeuralMemory(Module):
         self,
         x: Float[Tensor, "b t d"],
         weights: Weights,
-        past: Float[Tensor, "r past width"],
+        conv_state: Float[Tensor, "r past width"],
         borders: list[int] | None = None,
     ) -> tuple[Float[Tensor, "b t d"], Float[Tensor, "r past width"]]:
         """Return the output for x from a memory with the given weights, and the new state of the query
-        convolution. `past` is the old state of that convolution.
+        convolution. `conv_state` is the old state of that convolution.
         """
         q, gate = project(x, self.q_proj, self.g_proj)
-        q, past = self.q_conv.convolve_heads(q, past, borders, self.heads, normalize=True)
+        q, conv_state = self.q_conv.convolve_heads(q, conv_state, borders, self.heads, normalize=True)
         q = self.key_features(q)
-        return self.output(q, query(q, weights, net=self.net, offsets=borders), gate), past
+        return self.output(q, query(q, weights, net=self.net, offsets=borders), gate), conv_state
 
     def prepare(
         self,

@@ -1,7 +1,7 @@
 """Search for stored entries, and attention over them. Attention is differentiable, search is not.
 
-A search is a function ``(q, state, k, limit) -> SearchResult``. A query finds only entries whose position is
-at most its `limit`: its own position minus the local window, so that no token is attended to twice.
+A search is a function ``(q, state, k, max_position) -> SearchResult``. A query finds only entries whose position is
+at most its `max_position`: its own position minus the local window, so that no token is attended to twice.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class SearchResult(NamedTuple):
     """The result of a search: scores (dot products) and slots ``[r t h k]`` for each query and head, the best first.
 
     If fewer than k entries are found, the rest are -inf and -1. `dense` returns all entries in another form: an empty
-    index ``[r t 1 0]``, and a score ``[r t 1 size]`` that is 0, or -inf for entries beyond the limit.
+    index ``[r t 1 0]``, and a score ``[r t 1 size]`` that is 0, or -inf for entries after `max_position`.
     """
 
     score: Tensor
@@ -44,7 +44,7 @@ class Search(Protocol):
     """A function that finds the k best entries of a store for each query."""
 
     def __call__(
-        self, q: Float[Tensor, "r t h e"], state: StoreState, k: int, limit: Int[Tensor, "r t"]
+        self, q: Float[Tensor, "r t h e"], state: StoreState, k: int, max_position: Int[Tensor, "r t"]
     ) -> SearchResult: ...
 
 
@@ -76,16 +76,18 @@ def l2_normalize(x: Float[Tensor, "... e"]) -> Float[Tensor, "... e"]:
 
 @without_autocast
 @torch.no_grad()
-def exact(q: Float[Tensor, "r t h e"], state: StoreState, k: int, limit: Int[Tensor, "r t"]) -> SearchResult:
+def exact(
+    q: Float[Tensor, "r t h e"], state: StoreState, k: int, max_position: Int[Tensor, "r t"]
+) -> SearchResult:
     """Return the k best of all entries; of equal scores the entry in the lower slot. Memory use does not grow
     with the store.
 
     Selection costs more than scoring, so it has two rounds. The k best entries are in the k groups with the
     highest maxima, so only the maxima of all groups and the scores of k groups are sorted.
     """
-    check_search(q, state, k, limit)
+    check_search(q, state, k, max_position)
     if dispatch.search_reason(q, state.k) is None:
-        return SearchResult(*nearest(q, state.k, state.position, limit, k))
+        return SearchResult(*nearest(q, state.k, state.position, max_position, k))
     rows, tokens, heads, _ = q.shape
     dtype = torch.promote_types(q.dtype, torch.float32)
     score = torch.full((rows, tokens, heads, k), -torch.inf, dtype=dtype, device=q.device)
@@ -95,7 +97,7 @@ def exact(q: Float[Tensor, "r t h e"], state: StoreState, k: int, limit: Int[Ten
         for first in range(0, state.size, BLOCK):
             slots = slice(first, min(first + BLOCK, state.size))
             position = state.position[row, slots]
-            seen = _visible_entries(position, limit[row])
+            seen = _visible_entries(position, max_position[row])
             if seen == "none":
                 continue
             keys = state.k[row, slots, head].to(dtype).transpose(1, 2)
@@ -105,7 +107,7 @@ def exact(q: Float[Tensor, "r t h e"], state: StoreState, k: int, limit: Int[Ten
                 scores = q[some].to(dtype).transpose(1, 2) @ keys
                 if seen == "some":
                     hidden = (position < 0).unsqueeze(1) | (
-                        position.unsqueeze(1) > limit[some[:2]].unsqueeze(-1)
+                        position.unsqueeze(1) > max_position[some[:2]].unsqueeze(-1)
                     )
                     scores.masked_fill_(hidden.unsqueeze(1), -torch.inf)
                 top, place = (x.transpose(1, 2) for x in _top_k_of_block(scores, k))
@@ -116,9 +118,11 @@ def exact(q: Float[Tensor, "r t h e"], state: StoreState, k: int, limit: Int[Ten
     return SearchResult(score, index.masked_fill_(score == -torch.inf, -1))
 
 
-def dense(q: Float[Tensor, "r t h e"], state: StoreState, k: int, limit: Int[Tensor, "r t"]) -> SearchResult:
+def dense(
+    q: Float[Tensor, "r t h e"], state: StoreState, k: int, max_position: Int[Tensor, "r t"]
+) -> SearchResult:
     """Return all entries, for any k, so that attention covers the whole store."""
-    hidden = (state.position < 0).unsqueeze(1) | (state.position.unsqueeze(1) > limit.unsqueeze(-1))
+    hidden = (state.position < 0).unsqueeze(1) | (state.position.unsqueeze(1) > max_position.unsqueeze(-1))
     score = torch.zeros(hidden.shape, dtype=torch.promote_types(q.dtype, torch.float32), device=q.device)
     score = score.masked_fill_(hidden, -torch.inf).unsqueeze(2)
     return SearchResult(score, torch.empty(*score.shape[:3], 0, dtype=torch.int64, device=q.device))
@@ -127,14 +131,14 @@ def dense(q: Float[Tensor, "r t h e"], state: StoreState, k: int, limit: Int[Ten
 @without_autocast
 @torch.no_grad()
 def _triton_search(
-    q: Float[Tensor, "r t h e"], state: StoreState, k: int, limit: Int[Tensor, "r t"]
+    q: Float[Tensor, "r t h e"], state: StoreState, k: int, max_position: Int[Tensor, "r t"]
 ) -> SearchResult:
     """Compute `exact` with the Triton kernels. Raise ValueError if they cannot run."""
-    check_search(q, state, k, limit)
+    check_search(q, state, k, max_position)
     reason = dispatch.search_reason(q, state.k)
     if reason is not None:
         raise ValueError(f"search: 'triton' cannot run this call: {reason}")
-    return SearchResult(*nearest(q, state.k, state.position, limit, k))
+    return SearchResult(*nearest(q, state.k, state.position, max_position, k))
 
 
 def _make_triton_search() -> Search:
@@ -209,14 +213,14 @@ def combine(
     return torch.lerp(local, memory, share.unsqueeze(-1).to(local.dtype))
 
 
-def check_search(q: Tensor, state: StoreState, k: int, limit: Tensor) -> None:
+def check_search(q: Tensor, state: StoreState, k: int, max_position: Tensor) -> None:
     """Raise ValueError if the shapes or k of a search are invalid."""
     if list(state.k.shape[2:]) != list(q.shape[2:]) or len(state.k) != len(q):
         raise ValueError(
             f"q: expected rows, heads and width of the store's {list(state.k.shape)}, got shape {list(q.shape)}"
         )
-    if list(limit.shape) != list(q.shape[:2]):
-        raise ValueError(f"limit: expected shape {list(q.shape[:2])}, got {list(limit.shape)}")
+    if list(max_position.shape) != list(q.shape[:2]):
+        raise ValueError(f"max_position: expected shape {list(q.shape[:2])}, got {list(max_position.shape)}")
     if not 0 < k <= state.size:
         raise ValueError(f"k: expected between 1 and the store's size of {state.size}, got {k}")
 
@@ -234,15 +238,15 @@ def _search_tiles(q: Tensor, entries: int) -> Iterator[tuple[slice, slice]]:
             yield slice(row, row + 1), slice(head, head + 1)
 
 
-def _visible_entries(position: Tensor, limit: Tensor) -> str:
+def _visible_entries(position: Tensor, max_position: Tensor) -> str:
     """Return how many entries of a block the queries may find: "all", "some" or "none". On a GPU always
     return "some", to avoid a synchronisation.
     """
-    if position.is_cuda or not limit.numel():
+    if position.is_cuda or not max_position.numel():
         return "some"
-    if bool((position >= 0).all() & (position.max() <= limit.min())):
+    if bool((position >= 0).all() & (position.max() <= max_position.min())):
         return "all"
-    return "none" if not bool(((position >= 0) & (position <= limit.max())).any()) else "some"
+    return "none" if not bool(((position >= 0) & (position <= max_position.max())).any()) else "some"
 
 
 def _top_k_of_block(scores: Tensor, k: int) -> tuple[Tensor, Tensor]:

@@ -45,7 +45,7 @@ class AttentionMixer(Mixer):
         y, state = self.attention(x, state, ctx.offsets)
         return MixerOutput(y, state)
 
-    def decoder(self, state: AttentionState, mode: Mode) -> AttentionDecoder:
+    def decoder(self, state: AttentionState, memory_mode: Mode) -> AttentionDecoder:
         return AttentionDecoder(self.attention, state)
 
     def capture_unsupported_reason(self, carries: bool) -> str | None:
@@ -69,8 +69,8 @@ class AttentionDecoder(MixerDecoder):
         self.window = WindowDecoder(attention, state)
         self.remaining_capacity = self.window.capacity_left
 
-    def step(self, x: Tensor, now: StepContext) -> Tensor:
-        return self.window.step(x, now)
+    def step(self, x: Tensor, ctx: StepContext) -> Tensor:
+        return self.window.step(x, ctx)
 
     def state(self, position: Tensor) -> AttentionState:
         return self.window.state(position)

@@ -142,13 +142,13 @@ class MixerDecoder:
         super().__init_subclass__(**kwargs)
         renamed_overrides(cls, {"room": "remaining_capacity", "captured": "is_capturable"})
 
-    def step(self, x: Tensor, now: StepContext) -> Tensor:
+    def step(self, x: Tensor, ctx: StepContext) -> Tensor:
         """Read one token of each row, x ``[r 1 d]``, and return the output ``[r 1 d]``. Inactive rows keep
         their state.
         """
         raise NotImplementedError
 
-    def finish(self, hidden: Tensor, now: StepContext) -> None:
+    def finish(self, hidden: Tensor, ctx: StepContext) -> None:
         """Called after all layers have read the token. `hidden` is the normalised output of the last layer
         ``[r 1 d]``.
         """
@@ -204,11 +204,11 @@ class Mixer(Module):
 
     # The methods below have defaults that are correct for every mixer.
 
-    def decoder(self, state: Any, mode: Mode) -> MixerDecoder:
+    def decoder(self, state: Any, memory_mode: Mode) -> MixerDecoder:
         """Return a decoder that starts from a state and reads one token at a time."""
-        return ForwardDecoder(self, state, mode)
+        return ForwardDecoder(self, state, memory_mode)
 
-    def decode_unsupported_reason(self, mode: Mode) -> str | None:
+    def decode_unsupported_reason(self, memory_mode: Mode) -> str | None:
         """Why the mixer cannot be decoded token by token in this mode; None if it can. The default decoder,
         `ForwardDecoder`, needs a state of fixed size and no `stride`.
         """
@@ -302,8 +302,8 @@ on an H200.
 class ForwardDecoder(MixerDecoder):
     """A decoder for any mixer or block: calls its `forward` for each token and copies the state into fixed buffers."""
 
-    def __init__(self, mixer: Module, state: TensorTuple, mode: Mode) -> None:
-        self.mixer, self.mode = mixer, mode
+    def __init__(self, mixer: Module, state: TensorTuple, memory_mode: Mode) -> None:
+        self.mixer, self.memory_mode = mixer, memory_mode
         self.is_capturable = isinstance(mixer, Mixer) and mixer.capture_unsupported_reason(True) is None
         self.buffers: TensorTuple = state.detach().map(torch.clone)
 
@@ -316,10 +316,12 @@ class ForwardDecoder(MixerDecoder):
         growing = any(part.growing() for _, part in parts(mixer.start(1)))
         return f"the state of {name} layers grows" if growing else None
 
-    def step(self, x: Tensor, now: StepContext) -> Tensor:
-        shared = now.cached("context", make=SharedValues)
-        y, state, _ = self.mixer(x, self.buffers, Context(now.position, None, self.mode, now.text, shared))
-        overwrite_rows(self.buffers.tensors(), state.tensors(), now.active)
+    def step(self, x: Tensor, ctx: StepContext) -> Tensor:
+        shared = ctx.cached("context", make=SharedValues)
+        y, state, _ = self.mixer(
+            x, self.buffers, Context(ctx.position, None, self.memory_mode, ctx.text, shared)
+        )
+        overwrite_rows(self.buffers.tensors(), state.tensors(), ctx.active)
         return y
 
     def state(self, position: Tensor) -> TensorTuple:

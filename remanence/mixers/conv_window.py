@@ -61,7 +61,7 @@ class ConvWindow(Mixer):
         y, window = self.attention(x + nearby, state and state.attention, ctx.offsets)
         return MixerOutput(y, ConvWindowState(window, past))
 
-    def decoder(self, state: ConvWindowState, mode: Mode) -> ConvWindowDecoder:
+    def decoder(self, state: ConvWindowState, memory_mode: Mode) -> ConvWindowDecoder:
         return ConvWindowDecoder(self, state)
 
     def capture_unsupported_reason(self, carries: bool) -> str | None:
@@ -83,10 +83,10 @@ class ConvWindowDecoder(MixerDecoder):
         self.window = WindowDecoder(mixer.attention, state.attention)
         self.remaining_capacity = self.window.capacity_left
 
-    def step(self, x: Tensor, now: StepContext) -> Tensor:
+    def step(self, x: Tensor, ctx: StepContext) -> Tensor:
         nearby, past = self.conv(x, self.past)
-        overwrite_rows((self.past,), (past,), now.active)
-        return self.window.step(x + nearby, now)
+        overwrite_rows((self.past,), (past,), ctx.active)
+        return self.window.step(x + nearby, ctx)
 
     def state(self, position: Tensor) -> ConvWindowState:
         return ConvWindowState(self.window.state(position), self.past.clone())

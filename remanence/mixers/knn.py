@@ -244,10 +244,10 @@ class Knn(Mixer):
         index = (ctx.position % self.window).unsqueeze(-1) + column
         return index.where(column < counts.unsqueeze(-1), self.window), surprise, newest
 
-    def decoder(self, state: KnnState, mode: Mode) -> KnnDecoder:
-        return KnnDecoder(self, state, mode)
+    def decoder(self, state: KnnState, memory_mode: Mode) -> KnnDecoder:
+        return KnnDecoder(self, state, memory_mode)
 
-    def decode_unsupported_reason(self, mode: Mode) -> str | None:
+    def decode_unsupported_reason(self, memory_mode: Mode) -> str | None:
         return None  # possible despite `stride`: importance is needed only when a segment is written
 
     def flops(self, length: int) -> float:
@@ -270,7 +270,7 @@ class Knn(Mixer):
         importance: Tensor,
         state: KnnState,
         shared_store: StoreState | None,
-        mode: Mode,
+        memory_mode: Mode,
         in_place: bool,
     ) -> tuple[Tensor, StoreState]:
         """For each segment, write the previous segment to the store, then query the store. Returns attention
@@ -294,16 +294,17 @@ class Knn(Mixer):
                 segment = (k[:, before], v[:, before], importance[:, before], begin - self.window)
                 store = self.write(store, *segment, part.ended, in_place)
                 in_place = True
-            if mode == "off":
+            if memory_mode == "off":
                 continue
             column = torch.arange(part.first, part.last, device=base.device)
             live = columns.is_call_token(column)
-            if mode == "fresh":  # remove entries that are older than the current `segment` of the model
+            if memory_mode == "fresh":
+                # Remove entries that are older than the current `segment` of the model.
                 old = (store.position < begin // self.segment * self.segment) & live.any(1, keepdim=True)
                 store = store._replace(position=store.position.masked_fill(old, -1))
             here = store if shared_store is None else shared_store
-            limit = (base.unsqueeze(-1) + column - self.window).masked_fill(~live, -1)
-            retrieved = self.query_store(q[:, part.first : part.last], here, limit)
+            max_position = (base.unsqueeze(-1) + column - self.window).masked_fill(~live, -1)
+            retrieved = self.query_store(q[:, part.first : part.last], here, max_position)
             # The search "dense" saves the store for backward, so the store must not be changed in place after it.
             in_place = in_place and not (torch.is_grad_enabled() and self.config.search == "dense")
             found.append(torch.cat([retrieved[0].to(retrieved[1].dtype), retrieved[1].unsqueeze(-1)], -1))
@@ -337,11 +338,11 @@ class Knn(Mixer):
             store, k, v, place, scored, mask & rows.unsqueeze(-1), reuse=in_place
         )
 
-    def query_store(self, q: Tensor, store: StoreState, limit: Tensor) -> tuple[Tensor, Tensor]:
+    def query_store(self, q: Tensor, store: StoreState, max_position: Tensor) -> tuple[Tensor, Tensor]:
         """Attention of queries q, which have unit length, over the nearest entries of a store at positions up
-        to `limit` ``[r t]``. Returns the output ``[r t h e]`` and its log-sum-exp ``[r t h]``.
+        to `max_position` ``[r t]``. Returns the output ``[r t h e]`` and its log-sum-exp ``[r t h]``.
         """
-        found = self.search(q.detach(), store, min(self.config.k, store.size), limit)
+        found = self.search(q.detach(), store, min(self.config.k, store.size), max_position)
         return attend(q, found, store, self.log_scale.exp())
 
     def combine(self, y: Tensor, retrieved: tuple[Tensor, Tensor] | None) -> Tensor:
@@ -358,41 +359,41 @@ class Knn(Mixer):
 class KnnDecoder(MixerDecoder):
     """The decoder of `Knn`. It updates the window, the open segment and the store in place."""
 
-    def __init__(self, mixer: Knn, state: KnnState, mode: Mode) -> None:
+    def __init__(self, mixer: Knn, state: KnnState, memory_mode: Mode) -> None:
         self.is_capturable = mixer.search in CAPTURED
-        self.mixer, self.mode, self.size = mixer, mode, mixer.window
+        self.mixer, self.memory_mode, self.size = mixer, memory_mode, mixer.window
         self.window = WindowDecoder(mixer.attention, state.attention)
         _, self.k, self.v, self.token_importance, self.last, self.store = state.detach().clone()
 
-    def step(self, x: Tensor, now: StepContext) -> Tensor:
+    def step(self, x: Tensor, ctx: StepContext) -> Tensor:
         mixer = self.mixer
-        self._end_segment(now)
-        y, q, k, v = self.window.attend(x, now, lse=mixer.gate is None)
-        importance = now.cached("importance", make=lambda: self._importance(x, now))
-        slot = now.cached("open slot", self.size, make=lambda: now.position % self.size)
+        self._end_segment(ctx)
+        y, q, k, v = self.window.attend(x, ctx, lse=mixer.gate is None)
+        importance = ctx.cached("importance", make=lambda: self._importance(x, ctx))
+        slot = ctx.cached("open slot", self.size, make=lambda: ctx.position % self.size)
         for buffer, new in (
             (self.k, l2_normalize(k)[:, 0]),
             (self.v, v[:, 0]),
             (self.token_importance, importance),
         ):
-            decode.write_slots(buffer, slot, new, now.active)
+            decode.write_slots(buffer, slot, new, ctx.active)
         if mixer.owns_store:
-            now.shared["store"] = self.store
-        store = now.shared["store"] if mixer.shares_store else self.store
+            ctx.shared["store"] = self.store
+        store = ctx.shared["store"] if mixer.shares_store else self.store
         retrieved = None
-        if store.size and self.mode != "off":
-            retrieved = mixer.query_store(l2_normalize(q), store, (now.position - self.size).unsqueeze(-1))
+        if store.size and self.memory_mode != "off":
+            retrieved = mixer.query_store(l2_normalize(q), store, (ctx.position - self.size).unsqueeze(-1))
         return mixer.attention.project_output(mixer.combine(y, retrieved).to(v.dtype))
 
-    def _end_segment(self, now: StepContext) -> None:
+    def _end_segment(self, ctx: StepContext) -> None:
         """Write the open segment to the store, for rows whose next token begins a new segment."""
         if not self.store.size:
             return
-        ended = now.active & (now.position > 0) & (now.position % self.size == 0)
+        ended = ctx.active & (ctx.position > 0) & (ctx.position % self.size == 0)
         # Skip the write if no row needs it. This is not checked on a GPU, where reading the result is slow.
         if not ended.is_cuda and not bool(ended.any()):
             return
-        begin = (now.position - self.size).unsqueeze(-1)
+        begin = (ctx.position - self.size).unsqueeze(-1)
         store = self.mixer.write(
             self.store, self.k, self.v, self.token_importance, begin, ended, in_place=True
         )
@@ -400,19 +401,19 @@ class KnnDecoder(MixerDecoder):
             if new is not buffer:
                 buffer.copy_(new)
 
-    def _importance(self, x: Tensor, now: StepContext) -> Tensor:
+    def _importance(self, x: Tensor, ctx: StepContext) -> Tensor:
         """The importance of the current token of each row ``[r]``; -inf if the mode does not write."""
-        if self.mode != "on":
+        if self.memory_mode != "on":
             return torch.full_like(self.token_importance[:, 0], -torch.inf)
         if self.mixer.output_dim:
-            return token_surprise(now.text, self.last.unsqueeze(1), now.text.tokens, now.position)[:, 0]
-        return self.mixer.importance(x, Context(now.position, None, self.mode, now.text, SharedValues()))[
-            :, 0
-        ]
+            return token_surprise(ctx.text, self.last.unsqueeze(1), ctx.text.tokens, ctx.position)[:, 0]
+        return self.mixer.importance(
+            x, Context(ctx.position, None, self.memory_mode, ctx.text, SharedValues())
+        )[:, 0]
 
-    def finish(self, hidden: Tensor, now: StepContext) -> None:
+    def finish(self, hidden: Tensor, ctx: StepContext) -> None:
         if self.mixer.output_dim:
-            decode.overwrite_rows((self.last,), (hidden[:, 0].to(self.last.dtype),), now.active)
+            decode.overwrite_rows((self.last,), (hidden[:, 0].to(self.last.dtype),), ctx.active)
 
     def state(self, position: Tensor) -> KnnState:
         held = torch.arange(self.size, device=position.device) < open_tokens(position, self.size).unsqueeze(

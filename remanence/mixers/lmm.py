@@ -42,8 +42,8 @@ class LMM(MemoryMixer):
     def forward(self, x: Tensor, state: NeuralMemoryState | None, ctx: Context) -> MixerOutput:
         return self.memory(x, state, ctx.offsets, ctx.mode)
 
-    def decoder(self, state: NeuralMemoryState, mode: Mode) -> LMMDecoder:
-        return LMMDecoder(self, state, mode)
+    def decoder(self, state: NeuralMemoryState, memory_mode: Mode) -> LMMDecoder:
+        return LMMDecoder(self, state, memory_mode)
 
     def activation_bytes(self, dim: int) -> float:
         kind = "matrix" if self.memory.layer.config.net == "linear" else "lmm"
@@ -76,11 +76,11 @@ def ttt(config: ModelConfig) -> LMM:
 class LMMDecoder(MixerDecoder):
     """The decoder of `LMM`, which reads one token at a time."""
 
-    def __init__(self, mixer: LMM, state: NeuralMemoryState, mode: Mode) -> None:
-        self.memory = MemoryDecoder(mixer.memory, state, mode)
+    def __init__(self, mixer: LMM, state: NeuralMemoryState, memory_mode: Mode) -> None:
+        self.memory = MemoryDecoder(mixer.memory, state, memory_mode)
 
-    def step(self, x: Tensor, now: StepContext) -> Tensor:
-        return self.memory.step(x, now)
+    def step(self, x: Tensor, ctx: StepContext) -> Tensor:
+        return self.memory.step(x, ctx)
 
     def state(self, position: Tensor) -> NeuralMemoryState:
         return self.memory.state()

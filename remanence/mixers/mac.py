@@ -26,7 +26,7 @@ from remanence.mixers.memory import Memory, MemoryDecoder, MemoryMixer
 from remanence.mixers.window_and_memory import Join
 from remanence.ops import decode
 from remanence.ops.state import Weights
-from remanence.runtime.module import plain
+from remanence.runtime.module import is_unmodified
 from remanence.runtime.positions import host_copy, is_aligned, positions_of, with_host_copy
 from remanence.runtime.ragged import SegmentSplit
 from remanence.runtime.state import TensorTuple, rewind, where
@@ -124,7 +124,7 @@ class MAC(MemoryMixer):
         whole = ctx.mode == "on" and ctx.offsets is None and aligned and x.shape[1] >= self.size
         # Not for replaced modules or modules with hooks: `SegmentAttention.whole` is not a call of the module, and a
         # replaced memory may not accept `aligned`.
-        if whole and plain(self.attention, SegmentAttention) and plain(self.memory, Memory):
+        if whole and is_unmodified(self.attention, SegmentAttention) and is_unmodified(self.memory, Memory):
             return self._read_whole_segments(x, state)
         opened = [0] * len(state.segment.position) if new else positions_of(state.segment.position)
         return self._read_parts(x, state, ctx.offsets, ctx.mode, opened, aligned and ctx.offsets is None)
@@ -160,14 +160,14 @@ class MAC(MemoryMixer):
         x: Tensor,
         state: MACState,
         offsets: list[int] | None,
-        mode: Mode,
+        memory_mode: Mode,
         opened: list[int],
         aligned: bool,
     ) -> MixerOutput:
         """Read x, which may begin anywhere in a segment, in any mode. `opened` is the number of tokens in the
         open segment of each row. `aligned`: whether each segment is known to begin at the start of a chunk.
         """
-        if mode == "fresh":
+        if memory_mode == "fresh":
             old = [place > self.size for place in positions_of(state.memory.memory.position)]
             state = self._reset_memory(state, old) if any(old) else state
         split = SegmentSplit(x, offsets, opened, self.size)
@@ -175,14 +175,14 @@ class MAC(MemoryMixer):
         for part in split:
             starts = [place == 0 and count > 0 for place, count in zip(opened, part.counts, strict=True)]
             if any(starts):
-                state = self._reset_memory(state, starts) if mode == "fresh" else state
+                state = self._reset_memory(state, starts) if memory_mode == "fresh" else state
                 known = aligned or is_aligned(state.memory.memory.position, self.memory.chunk)
                 current = (
                     state.memory.memory.weights if known else self.memory.layer.current_weights(state.memory)
                 )
-                now = tuple(weight.contiguous() for weight in current)
-                state = state._replace(weights=where(starts, now, state.weights))
-            y, state, trace = self._read_part(split.take(part), state, opened, part.offsets, mode)
+                current_weights = tuple(weight.contiguous() for weight in current)
+                state = state._replace(weights=where(starts, current_weights, state.weights))
+            y, state, trace = self._read_part(split.take(part), state, opened, part.offsets, memory_mode)
             opened = [(place + count) % self.size for place, count in zip(opened, part.counts, strict=True)]
             pieces.append(y)
             traces.append(trace)
@@ -195,7 +195,7 @@ class MAC(MemoryMixer):
         return state._replace(memory=where(rows, fresh, state.memory), weights=weights)
 
     def _read_part(
-        self, x: Tensor, state: MACState, opened: list[int], offsets: list[int] | None, mode: Mode
+        self, x: Tensor, state: MACState, opened: list[int], offsets: list[int] | None, memory_mode: Mode
     ) -> tuple[Tensor, MACState, MemoryTrace | None]:
         """Read tokens x that are in one segment of each row. Returns the output, the new state and the trace."""
         memory, weights, query_history, segment = state
@@ -213,10 +213,10 @@ class MAC(MemoryMixer):
 
         def write(x: Tensor) -> Tensor:
             nonlocal memory, trace
-            m, memory, trace = self.memory(x, memory, offsets, "frozen" if mode == "frozen" else "on")
+            m, memory, trace = self.memory(x, memory, offsets, "frozen" if memory_mode == "frozen" else "on")
             return m
 
-        y = self.segment(x, None if mode == "off" else retrieve, attend, write)
+        y = self.segment(x, None if memory_mode == "off" else retrieve, attend, write)
         return y, MACState(memory, weights, query_history, segment), trace
 
     # The methods of `remanence.mixers.wavefront.SegmentMixer`, for the wavefront schedule.
@@ -277,8 +277,8 @@ class MAC(MemoryMixer):
 
     # Decoding and cost.
 
-    def decoder(self, state: MACState, mode: Mode) -> MACDecoder:
-        return MACDecoder(self, state, mode)
+    def decoder(self, state: MACState, memory_mode: Mode) -> MACDecoder:
+        return MACDecoder(self, state, memory_mode)
 
     @property
     def alignment(self) -> int:
@@ -297,9 +297,9 @@ class MAC(MemoryMixer):
 class MACDecoder(MixerDecoder):
     """The decoder of `MAC`, which reads one token at a time."""
 
-    def __init__(self, mixer: MAC, state: MACState, mode: Mode) -> None:
+    def __init__(self, mixer: MAC, state: MACState, memory_mode: Mode) -> None:
         self.mixer = mixer
-        self.memory = MemoryDecoder(mixer.memory, state.memory, mode)
+        self.memory = MemoryDecoder(mixer.memory, state.memory, memory_mode)
         self.segment = SegmentDecoder(mixer.attention, state.segment)
         contiguous = torch.contiguous_format
         self.weights = tuple(weight.detach().clone(memory_format=contiguous) for weight in state.weights)
@@ -307,11 +307,11 @@ class MACDecoder(MixerDecoder):
         # If segments and chunks are in phase, a chunk begins with each segment, and the current weights of the memory
         # are those at the start of the chunk. They are not in phase if the memory did not read some token.
         chunk, memory = state.memory.memory.chunk, state.memory.memory.position
-        self.aligned = mode == "on" and torch.equal(state.segment.position % chunk, memory % chunk)
+        self.aligned = memory_mode == "on" and torch.equal(state.segment.position % chunk, memory % chunk)
 
-    def step(self, x: Tensor, now: StepContext) -> Tensor:
+    def step(self, x: Tensor, ctx: StepContext) -> Tensor:
         mixer = self.mixer
-        begins = now.cached("begins", mixer.size, make=lambda: (now.position % mixer.size == 0) & now.active)
+        begins = ctx.cached("begins", mixer.size, make=lambda: (ctx.position % mixer.size == 0) & ctx.active)
         if self.aligned:
             self.memory.running.copy_weights(self.weights, begins)
         else:
@@ -319,10 +319,10 @@ class MACDecoder(MixerDecoder):
         return mixer.segment(
             x,
             None
-            if self.memory.mode == "off"
-            else lambda x: self.memory.query(x, self.weights, self.query_history, now),
-            lambda x, retrieved: self.segment.step(x, retrieved, now),
-            lambda x: self.memory.step(x, now),
+            if self.memory.memory_mode == "off"
+            else lambda x: self.memory.query(x, self.weights, self.query_history, ctx),
+            lambda x, retrieved: self.segment.step(x, retrieved, ctx),
+            lambda x: self.memory.step(x, ctx),
         )
 
     def state(self, position: Tensor) -> MACState:

@@ -30,8 +30,8 @@ class MAG(WindowAndMemory):
         m, memory, trace = self.memory(x, state and state.memory, ctx.offsets, ctx.mode)
         return MixerOutput(self.join(y, m), WindowAndMemoryState(window, memory), trace)
 
-    def decoder(self, state: WindowAndMemoryState, mode: Mode) -> MAGDecoder:
-        return MAGDecoder(self, state, mode)
+    def decoder(self, state: WindowAndMemoryState, memory_mode: Mode) -> MAGDecoder:
+        return MAGDecoder(self, state, memory_mode)
 
     def activation_bytes(self, dim: int) -> float:
         return memory_bytes(ACTIVATIONS["mag"], self.memory) * dim
@@ -40,9 +40,9 @@ class MAG(WindowAndMemory):
 class MAGDecoder(WindowAndMemoryDecoder):
     """The decoder of `MAG`, which reads one token at a time."""
 
-    def __init__(self, mixer: MAG, state: WindowAndMemoryState, mode: Mode) -> None:
-        super().__init__(mixer, state, mode)
+    def __init__(self, mixer: MAG, state: WindowAndMemoryState, memory_mode: Mode) -> None:
+        super().__init__(mixer, state, memory_mode)
         self.mixer = mixer
 
-    def step(self, x: Tensor, now: StepContext) -> Tensor:
-        return self.mixer.join(self.window.step(x, now), self.memory.step(x, now))
+    def step(self, x: Tensor, ctx: StepContext) -> Tensor:
+        return self.mixer.join(self.window.step(x, ctx), self.memory.step(x, ctx))

@@ -26,8 +26,8 @@ class MAL(WindowAndMemory):
         y, window = self.attention(self.norm(x + m), state and state.attention, ctx.offsets)
         return MixerOutput(y, WindowAndMemoryState(window, memory), trace)
 
-    def decoder(self, state: WindowAndMemoryState, mode: Mode) -> MALDecoder:
-        return MALDecoder(self, state, mode)
+    def decoder(self, state: WindowAndMemoryState, memory_mode: Mode) -> MALDecoder:
+        return MALDecoder(self, state, memory_mode)
 
     def activation_bytes(self, dim: int) -> float:
         return memory_bytes(ACTIVATIONS["mal"], self.memory) * dim
@@ -36,9 +36,9 @@ class MAL(WindowAndMemory):
 class MALDecoder(WindowAndMemoryDecoder):
     """The decoder of `MAL`, which reads one token at a time."""
 
-    def __init__(self, mixer: MAL, state: WindowAndMemoryState, mode: Mode) -> None:
-        super().__init__(mixer, state, mode)
+    def __init__(self, mixer: MAL, state: WindowAndMemoryState, memory_mode: Mode) -> None:
+        super().__init__(mixer, state, memory_mode)
         self.mixer = mixer
 
-    def step(self, x: Tensor, now: StepContext) -> Tensor:
-        return self.window.step(self.mixer.norm(x + self.memory.step(x, now)), now)
+    def step(self, x: Tensor, ctx: StepContext) -> Tensor:
+        return self.window.step(self.mixer.norm(x + self.memory.step(x, ctx)), ctx)

@@ -20,7 +20,7 @@ from remanence.mixers.base import MemoryTrace, Mixer, MixerOutput
 from remanence.ops import decode, query
 from remanence.ops.state import Weights
 from remanence.runtime.keywords import MemoryFields
-from remanence.runtime.module import plain
+from remanence.runtime.module import is_unmodified
 from remanence.runtime.positions import positions_of
 from remanence.runtime.ragged import SegmentSplit
 from remanence.runtime.state import where
@@ -95,31 +95,32 @@ class Memory(Module):
         x: Tensor,
         state: NeuralMemoryState | None,
         offsets: list[int] | None,
-        mode: Mode,
+        memory_mode: Mode,
         aligned: bool = False,
     ) -> MixerOutput:
         """Read x ``[b t d]`` in a memory mode. Returns the output ``[b t d]`` (zero in mode "off"), the new
         state, and the trace (None in modes "off" and "frozen"). `aligned`: whether x is known to begin at the
         start of a chunk.
         """
-        if mode == "on":
-            if not plain(self.layer, NeuralMemory):
+        if memory_mode == "on":
+            if not is_unmodified(self.layer, NeuralMemory):
                 return self._call_layer(x, state, offsets)
             trace = self.layer.trace(x, state, offsets=offsets, aligned=aligned)
             return MixerOutput(trace.y, trace.state, MemoryTrace(trace.surprise, trace.gates))
         if state is None:
             state = self.start(x.shape[0] if offsets is None else len(offsets) - 1)
-        if mode == "off":
+        if memory_mode == "off":
             return MixerOutput(torch.zeros_like(x), state, None)
-        if mode == "frozen":
+        if memory_mode == "frozen":
             return MixerOutput(*self.layer.read_frozen(x, state, offsets=offsets), None)
         return self._read_fresh(x, state, offsets)
 
     def _call_layer(
         self, x: Tensor, state: NeuralMemoryState | None, offsets: list[int] | None
     ) -> MixerOutput:
-        """Call the layer as a module, so that its hooks and an overridden `forward` run. There is no trace if
-        `forward` is overridden and does not return surprise and gates.
+        """Call the layer as a module, so that its hooks and an overridden `forward` run. The output
+        has no memory trace if an overridden `forward` returns only the layer's output and state, without surprise
+        and gates.
         """
         traced = {"traced": True} if type(self.layer).forward is NeuralMemory.forward else {}
         y, after, *seen = self.layer(x, state, offsets=offsets, **traced)
@@ -156,7 +157,7 @@ class MemoryMixer(Mixer):
 
     memory: Memory
 
-    def decode_unsupported_reason(self, mode: Mode) -> str | None:
+    def decode_unsupported_reason(self, memory_mode: Mode) -> str | None:
         return self.memory.decode_unsupported_reason()
 
     def capture_unsupported_reason(self, carries: bool) -> str | None:
@@ -174,55 +175,55 @@ class MemoryMixer(Mixer):
 class MemoryDecoder:
     """The decoder of `Memory`. It reads one token at a time, and updates its state in place."""
 
-    def __init__(self, module: Memory, state: NeuralMemoryState, mode: Mode) -> None:
-        self.layer, self.mode = module.layer, mode
+    def __init__(self, module: Memory, state: NeuralMemoryState, memory_mode: Mode) -> None:
+        self.layer, self.memory_mode = module.layer, memory_mode
         self.layer.check_state(state.memory)
         q, k, v = (past.detach().clone() for past in state.conv)
         self.conv = (q, k, v)
         self.memory = state.memory
         self.fused = decode.is_supported(q, self.layer.head_dim) and self.layer.q_conv.weight is not None
-        if mode == "on":
+        if memory_mode == "on":
             self.running = decode.InPlaceMemory(state.memory, self.layer.net, self.layer.rule)
         else:  # the memory is not written, so its weights do not change
             self.weights = tuple(weight.detach().contiguous() for weight in self.layer.current_weights(state))
 
     def current_weights(self) -> Weights:
         """The weights of the memory after the last token that was read."""
-        return self.running.current_weights() if self.mode == "on" else self.weights
+        return self.running.current_weights() if self.memory_mode == "on" else self.weights
 
-    def step(self, x: Tensor, now: StepContext) -> Tensor:
+    def step(self, x: Tensor, ctx: StepContext) -> Tensor:
         """Read one token of each row, x ``[r 1 d]``, and return the output of the memory ``[r 1 d]``."""
-        if self.mode == "off":
+        if self.memory_mode == "off":
             return torch.zeros_like(x)
         layer = self.layer
-        if self.mode == "frozen":
+        if self.memory_mode == "frozen":
             y, past_q = layer.query(x, self.weights, self.conv[0])
             past_k = layer.k_conv.advance(layer.k_proj(x), self.conv[1], None)
             past_v = layer.v_conv.advance(layer.v_proj(x), self.conv[2], None)
-            decode.overwrite_rows(self.conv, (past_q, past_k, past_v), now.active)
+            decode.overwrite_rows(self.conv, (past_q, past_k, past_v), ctx.active)
             return y
         if self.fused:
             parts = ((layer.q_proj, layer.q_conv), (layer.k_proj, layer.k_conv), (layer.v_proj, layer.v_conv))
-            q, k, v = self._convolve(x, parts, self.conv, now)
+            q, k, v = self._convolve(x, parts, self.conv, ctx)
             q, k = (layer.key_features(each.unsqueeze(1))[:, 0] for each in (q, k))
             gates = layer.log_gates(x)
         else:
             q, k, v, gates, conv = layer.prepare(x, self.conv)
-            decode.overwrite_rows(self.conv, conv, now.active)
+            decode.overwrite_rows(self.conv, conv, ctx.active)
             q, k, v = q[:, 0], k[:, 0], v[:, 0]
-        answers, _ = self.running.step(q, k, v, gates.map(lambda gate: gate[:, 0]), now.active)
+        answers, _ = self.running.step(q, k, v, gates.map(lambda gate: gate[:, 0]), ctx.active)
         return layer.output(q.unsqueeze(1), answers.unsqueeze(1).to(x.dtype), layer.g_proj(x))
 
-    def query(self, x: Tensor, weights: Weights, past: Tensor, now: StepContext) -> Tensor:
+    def query(self, x: Tensor, weights: Weights, conv_state: Tensor, ctx: StepContext) -> Tensor:
         """The output for one token of each row, x ``[r 1 d]``, of a memory with given weights; the memory is
-        not written. `past` is the convolution history of the queries, which is updated in place.
+        not written. `conv_state` is the convolution history of the queries, which is updated in place.
         """
         layer = self.layer
         if not self.fused:
-            y, new = layer.query(x, weights, past)
-            decode.overwrite_rows((past,), (new,), now.active)
+            y, new = layer.query(x, weights, conv_state)
+            decode.overwrite_rows((conv_state,), (new,), ctx.active)
             return y
-        (q,) = self._convolve(x, ((layer.q_proj, layer.q_conv),), (past,), now)
+        (q,) = self._convolve(x, ((layer.q_proj, layer.q_conv),), (conv_state,), ctx)
         q = layer.key_features(q.unsqueeze(1))
         return layer.output(q, query(q, weights, net=layer.net), layer.g_proj(x))
 
@@ -231,19 +232,19 @@ class MemoryDecoder:
         x: Tensor,
         parts: Sequence[tuple[Linear, ShortConv]],
         pasts: tuple[Tensor, ...],
-        now: StepContext,
+        ctx: StepContext,
     ) -> list[Tensor]:
         """Apply each projection in `parts` to a token, and convolve the result with its history in `pasts`.
         The histories are updated in place.
         """
         xs = [projection(x)[:, 0] for projection, _ in parts]
         weights = [conv.weight for _, conv in parts if conv.weight is not None]
-        return decode.convolve(xs, pasts, weights, self.layer.heads, now.active)
+        return decode.convolve(xs, pasts, weights, self.layer.heads, ctx.active)
 
     @property
     def diverged(self) -> Tensor:
-        return self.running.diverged if self.mode == "on" else self.memory.diverged
+        return self.running.diverged if self.memory_mode == "on" else self.memory.diverged
 
     def state(self) -> NeuralMemoryState:
         q, k, v = (past.clone() for past in self.conv)
-        return NeuralMemoryState(self.running.state if self.mode == "on" else self.memory, (q, k, v))
+        return NeuralMemoryState(self.running.state if self.memory_mode == "on" else self.memory, (q, k, v))

@@ -34,7 +34,13 @@ from remanence.layers import matmul_dtype
 from remanence.mixers.base import MemoryTrace
 from remanence.mixers.stacked import STACKABLE_MODULES, StackedParameters
 from remanence.ops.state import Weights
-from remanence.runtime.module import altered, described, modules_of, ours, overridden
+from remanence.runtime.module import (
+    alteration_reason,
+    is_package_module,
+    modules_covered_by,
+    modules_of,
+    overridden_method,
+)
 from remanence.runtime.state import TensorTuple, where
 
 MIN_SEGMENTS = 2
@@ -92,18 +98,18 @@ def unsupported_reason(blocks: Sequence[nn.Module]) -> str | None:
         return "the layers do not read whole segments of whole chunks, or memories are being observed"
     if len(lengths) > 1:
         return "the layers' segments differ in length"
-    if (name := overridden(mixers[0], "read_segment")) is not None:
+    if (name := overridden_method(mixers[0], "read_segment")) is not None:
         return f"{type(mixers[0]).__name__} overrides {name} and not read_segment"
-    known = set[nn.Module]().union(*(described(mixer, "read_segment") for mixer in mixers))
+    known = set[nn.Module]().union(*(modules_covered_by(mixer, "read_segment") for mixer in mixers))
     inside = [modules_of(block) for block in blocks]
     modules = [module for each in inside for module in each]
     for module in modules:
-        if not (ours(module) or module in known) or (
+        if not (is_package_module(module) or module in known) or (
             module._parameters and not isinstance(module, STACKABLE_MODULES)
         ):
             name = type(module).__name__
             return f"a module ({name}) is not part of this package, and may not support stacked weights"
-    if (reason := altered(modules)) is not None:
+    if (reason := alteration_reason(modules)) is not None:
         return f"{reason}, and belongs to one layer"
     first, *others = inside
     if any(list(map(type, each)) != list(map(type, first)) for each in others):
@@ -117,14 +123,14 @@ def _same_settings(a: nn.Module, b: nn.Module) -> bool:
     """Whether two modules of one class have the same attributes, apart from parameters and submodules."""
     one, other = a.__dict__, b.__dict__
     return len(one) == len(other) and all(
-        name.startswith("_") or (name in other and (value is other[name] or _equal(value, other[name])))
+        name.startswith("_") or (name in other and (value is other[name] or _same_value(value, other[name])))
         for name, value in one.items()
     )
 
 
-def _equal(a: object, b: object) -> bool:
+def _same_value(a: object, b: object) -> bool:
     """Whether two attributes have the same type and value. Tensors are never equal."""
-    if isinstance(a, MethodType):  # FSDP sets such attributes; see `altered`
+    if isinstance(a, MethodType):  # FSDP sets such attributes; see `alteration_reason`
         return isinstance(b, MethodType) and a.__name__ == b.__name__
     return type(a) is type(b) and not isinstance(a, Tensor) and bool(a == b)
 

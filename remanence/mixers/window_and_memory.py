@@ -19,7 +19,7 @@ from remanence.mixers.attention import keys_seen, sliding_window
 from remanence.mixers.base import MixerDecoder
 from remanence.mixers.memory import Memory, MemoryDecoder, MemoryMixer
 from remanence.ops.triton import layer
-from remanence.runtime.module import plain
+from remanence.runtime.module import is_unmodified
 from remanence.runtime.state import TensorTuple
 
 
@@ -65,9 +65,9 @@ class WindowAndMemory(MemoryMixer):
 class WindowAndMemoryDecoder(MixerDecoder):
     """The base class of decoders with a window and a memory. Subclasses define how they are combined."""
 
-    def __init__(self, mixer: WindowAndMemory, state: WindowAndMemoryState, mode: Mode) -> None:
+    def __init__(self, mixer: WindowAndMemory, state: WindowAndMemoryState, memory_mode: Mode) -> None:
         self.window = WindowDecoder(mixer.attention, state.attention)
-        self.memory = MemoryDecoder(mixer.memory, state.memory, mode)
+        self.memory = MemoryDecoder(mixer.memory, state.memory, memory_mode)
         self.remaining_capacity = self.window.capacity_left
 
     def state(self, position: Tensor) -> WindowAndMemoryState:
@@ -90,6 +90,6 @@ class Join(Module):
     def forward(self, y: Float[Tensor, "b t d"], m: Float[Tensor, "b t d"]) -> Float[Tensor, "b t d"]:
         a, b = self.norm_attention, self.norm_memory
         fused = layer.is_supported(y, channels=a.width) and layer.is_supported(m)
-        if fused and plain(a, RMSNorm) and plain(b, RMSNorm):
+        if fused and is_unmodified(a, RMSNorm) and is_unmodified(b, RMSNorm):
             return layer.sigmoid_gated_norm(y, m, a.weight, b.weight, a.eps)
         return a(y) * torch.sigmoid(b(m))

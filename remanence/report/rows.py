@@ -9,7 +9,7 @@ from math import inf, isfinite, nan
 from pathlib import Path
 from typing import Any, NamedTuple, TypeGuard
 
-from remanence.io.files import unsealed
+from remanence.io.files import check_digest
 
 UNBOUNDED = ("perplexity", "loss", "bits")
 """Words in the names of metrics whose values can be infinite."""
@@ -102,7 +102,7 @@ def read(paths: Sequence[Path]) -> Inputs:
 def _read_rows(path: Path) -> list[Row]:
     """Read a file of evaluation rows."""
     data = _parse(path, _text(path))
-    rows = unsealed(path, data).get("rows") if isinstance(data, dict) else data
+    rows = check_digest(path, data).get("rows") if isinstance(data, dict) else data
     if not isinstance(rows, list) or not rows:
         raise ValueError(f"{path}: expected rows, as `remanence eval --json` writes them, got {_type(rows)}")
     return [_row(row, f"{path}: row {number}") for number, row in enumerate(rows, 1)]

@@ -30,7 +30,7 @@ class Module(nn.Module):
         """Initialise the module's own parameters and buffers. Called after the submodules have been
         initialised.
         """
-        _check_no_own(self, "reset_own_parameters")
+        _check_not_overridden(self, "reset_own_parameters")
 
 
 def _reset_parts(module: nn.Module) -> None:
@@ -43,10 +43,10 @@ def _reset_parts(module: nn.Module) -> None:
             reset()
         else:
             _reset_parts(part)
-            _check_no_own(part, "reset_parameters")
+            _check_not_overridden(part, "reset_parameters")
 
 
-def _check_no_own(module: nn.Module, method: str) -> None:
+def _check_not_overridden(module: nn.Module, method: str) -> None:
     """Raise NotImplementedError if the module has its own parameters or buffers, as it lacks `method` to
     initialise them.
     """
@@ -71,7 +71,7 @@ def assign(parameter: Tensor, value: Tensor) -> None:
     parameter.copy_(value)
 
 
-def plain(module: nn.Module, kind: type[nn.Module]) -> bool:
+def is_unmodified(module: nn.Module, kind: type[nn.Module]) -> bool:
     """Whether calling the module runs exactly the `forward` of `kind`: no subclass, no hooks, no replaced
     `forward`.
 
@@ -118,7 +118,7 @@ def modules_of(*roots: nn.Module) -> list[nn.Module]:
     return found
 
 
-def altered(modules: Iterable[nn.Module]) -> str | None:
+def alteration_reason(modules: Iterable[nn.Module]) -> str | None:
     """Describe why calling one of these modules may not compute what its class defines: hooks, or a method
     replaced on the instance. Returns None if there is no such reason. Hooks that FSDP adds to gather sharded
     weights are ignored.
@@ -126,26 +126,26 @@ def altered(modules: Iterable[nn.Module]) -> str | None:
     if any(GLOBAL_HOOKS):
         return "torch has global module hooks"
     for module in modules:
-        if any(hooks_of(module)) and not _sharding_alone(module):
+        if any(hooks_of(module)) and not _has_only_fsdp_hooks(module):
             return f"a module ({type(module).__name__}) has hooks"
-        if (name := replaced(module)) is not None:
+        if (name := replaced_method(module)) is not None:
             return f"the method {name} of a module ({type(module).__name__}) is replaced"
     return None
 
 
-def replaced(module: nn.Module) -> str | None:
+def replaced_method(module: nn.Module) -> str | None:
     """Return the name of a method that is replaced on the module instance, or None. Methods wrapped by FSDP
     are ignored.
     """
     kind: Any = type(module)
-    methods, own = _methods(kind), module.__dict__
+    methods, own = _method_names(kind), module.__dict__
     if methods.isdisjoint(own):
         return None
-    return next((name for name in own if name in methods and not _of_fsdp(own[name])), None)
+    return next((name for name in own if name in methods and not _is_from_fsdp(own[name])), None)
 
 
 @cache
-def _methods(kind: type) -> frozenset[str]:
+def _method_names(kind: type) -> frozenset[str]:
     """Return the names of the methods that a class and its bases below `nn.Module` define."""
     above = kind.__mro__[: kind.__mro__.index(nn.Module)]
     found = {name for each in above for name, value in vars(each).items() if callable(value)}
@@ -160,24 +160,24 @@ class Watch:
     def __init__(self, root: nn.Module) -> None:
         self.root, self.modules = root, modules_of(root)
         self.hooks = [*GLOBAL_HOOKS, *(hooks for module in self.modules for hooks in hooks_of(module))]
-        self.before = self._now()
+        self.before = self._snapshot()
 
-    def _now(self) -> tuple[object, ...]:
-        """Return a snapshot of which hooks, replaced methods and classes the modules have."""
+    def _snapshot(self) -> tuple[object, ...]:
+        """Return what `changed` compares: which modules have hooks, which methods are replaced, and all classes."""
         hooked = [bool(hooks) for hooks in self.hooks] if any(self.hooks) else None
-        return hooked, [*map(replaced, self.modules)], [*map(type, self.modules)]
+        return hooked, [*map(replaced_method, self.modules)], [*map(type, self.modules)]
 
     def changed(self) -> bool:
         """Whether anything has changed since this object was made."""
-        return modules_of(self.root) != self.modules or self._now() != self.before
+        return modules_of(self.root) != self.modules or self._snapshot() != self.before
 
 
-def _sharding_alone(module: nn.Module) -> bool:
+def _has_only_fsdp_hooks(module: nn.Module) -> bool:
     """Whether all hooks of a module were added by FSDP."""
-    return all(_of_fsdp(hook) for hooks in hooks_of(module) for hook in hooks.values())
+    return all(_is_from_fsdp(hook) for hooks in hooks_of(module) for hook in hooks.values())
 
 
-def _of_fsdp(defined: Any) -> bool:
+def _is_from_fsdp(defined: Any) -> bool:
     """Whether a function, method or class is defined by FSDP."""
     # A method wrapped by FSDP has the original method's `__module__` but the globals of FSDP's module.
     scope = getattr(getattr(defined, "__func__", defined), "__globals__", {}).get("__name__", "")
@@ -186,22 +186,22 @@ def _of_fsdp(defined: Any) -> bool:
     )
 
 
-def ours(module: nn.Module) -> bool:
+def is_package_module(module: nn.Module) -> bool:
     """Whether a module's class is defined in this package, not a subclass from elsewhere. Classes made by
     FSDP are ignored.
     """
     kind: Any = type(module)
-    return _ours(kind)
+    return _is_package_class(kind)
 
 
 @cache
-def _ours(kind: type) -> bool:
-    """Whether a class is defined in this package, ignoring classes made by FSDP. The cached part of `ours`."""
-    first = next(each for each in kind.__mro__ if not _of_fsdp(each))
+def _is_package_class(kind: type) -> bool:
+    """Whether a class is defined in this package. The cached part of `is_package_module`."""
+    first = next(each for each in kind.__mro__ if not _is_from_fsdp(each))
     return first.__module__.startswith("remanence.")
 
 
-def overridden(module: nn.Module, method: str, names: tuple[str, ...] | None = None) -> str | None:
+def overridden_method(module: nn.Module, method: str, names: tuple[str, ...] | None = None) -> str | None:
     """Return the name of a method that a subclass from outside this package overrides without overriding
     `method`, or None.
 
@@ -211,19 +211,19 @@ def overridden(module: nn.Module, method: str, names: tuple[str, ...] | None = N
     do not change results.
     """
     kind: Any = type(module)
-    return _overridden(kind, method, names)
+    return _overridden_method(kind, method, names)
 
 
 @cache
-def _overridden(kind: type, method: str, names: tuple[str, ...] | None) -> str | None:
-    """The cached part of `overridden`."""
+def _overridden_method(kind: type, method: str, names: tuple[str, ...] | None) -> str | None:
+    """The cached part of `overridden_method`."""
     for index, each in enumerate(kind.__mro__):
         if method in vars(each) or each.__module__.startswith("remanence."):
             return None
-        for name in vars(each) if not _of_fsdp(each) else ():
-            known = any(name in vars(base) for base in kind.__mro__[index + 1 :])
-            counts = name not in _HARMLESS and (not name.startswith("__") or name in _CALLS)
-            if known and (counts if names is None else name in names):
+        for name in vars(each) if not _is_from_fsdp(each) else ():
+            overrides = any(name in vars(base) for base in kind.__mro__[index + 1 :])
+            changes_results = name not in _HARMLESS and (not name.startswith("__") or name in _CALLS)
+            if overrides and (changes_results if names is None else name in names):
                 return name
     return None
 
@@ -237,14 +237,14 @@ _HARMLESS = {
 """Names whose override does not change the result of a call."""
 
 
-def described(module: nn.Module, method: str) -> set[nn.Module]:
+def modules_covered_by(module: nn.Module, method: str) -> set[nn.Module]:
     """Return the modules that a method of `module` is responsible for. If a class outside this package
     defines the method, these are the module and all modules inside it. If this package defines it, only the
     module itself, because other code may have put unknown modules inside.
     """
     kind: Any = type(module)
-    here = getattr(kind, method).__module__.startswith("remanence.")
-    return {module} if here else set(modules_of(module))
+    is_ours = getattr(kind, method).__module__.startswith("remanence.")
+    return {module} if is_ours else set(modules_of(module))
 
 
 def check_transforms() -> None:

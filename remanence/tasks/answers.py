@@ -21,13 +21,13 @@ class Likelihood(NamedTuple):
         """Whether the scored text is the most likely text, and `value`, with which it ends, is complete
         there.
         """
-        return self.greedy and states(value + self.after, value)
+        return self.greedy and contains_value(value + self.after, value)
 
 
 class Answer(NamedTuple):
     """The generated text, and the likelihood of each option."""
 
-    said: str
+    text: str
     options: list[Likelihood]
 
     @property
@@ -39,7 +39,7 @@ class Answer(NamedTuple):
         return sorted(order, key=lambda index: -self.options[index].log)
 
 
-def states(said: str, value: str) -> bool:
+def contains_value(text: str, value: str) -> bool:
     """Whether a text states a value completely: "13608", "136.5" and "136,000" do not state 136."""
     pattern = rf"(?<!\w)(?<!\d[.,]){re.escape(value)}(?!\w)(?![.,:-]\d)"
-    return re.search(pattern, said, re.IGNORECASE) is not None
+    return re.search(pattern, text, re.IGNORECASE) is not None

@@ -42,7 +42,7 @@ class Story(NamedTuple):
     answer: str
 
     @property
-    def shot(self) -> str:
+    def solved_example(self) -> str:
         """The story with its question and answer, used as an example before the actual question."""
         return f"{' '.join(self.facts)}{self.query}{PROMPT} {self.answer}\n\n"
 
@@ -55,10 +55,10 @@ class Story(NamedTuple):
         """Return the maximum number of tokens of the facts and the question."""
         return len(encode(self.query)) + sum(max_tokens(encode, fact) for fact in self.facts)
 
-    def hide(self, hay: Haystack, room: int, rng: np.random.Generator) -> np.ndarray:
-        """Return exactly `room` tokens of book text with the facts inserted in their order at random depths."""
+    def hide(self, hay: Haystack, num_tokens: int, rng: np.random.Generator) -> np.ndarray:
+        """Return exactly `num_tokens` tokens of book text with the facts inserted in their order at random depths."""
         depths = sorted(rng.random(len(self.facts)).tolist())
-        return hide(hay, self.facts, depths, room, rng)
+        return hide(hay, self.facts, depths, num_tokens, rng)
 
 
 def read_stories(name: str, source: str | None, task: str, split: str) -> list[Story]:
@@ -146,10 +146,10 @@ class Babilong:
         batch: int,
         seed: int,
         rank: int = 0,
-        world: int = 1,
+        world_size: int = 1,
     ) -> None:
         self.tokenizer, self.length, self.batch = tokenizer, length, batch
-        self.seed, self.rank, self.world = seed, rank, world
+        self.seed, self.rank, self.world_size = seed, rank, world_size
         self.encode = cache(tokenizer.encode)  # cached, as bAbI has few different sentences
         self.stories = []
         for task, own in stories.items():
@@ -158,7 +158,7 @@ class Babilong:
                 least = f"at least {min(sizes)}, for the shortest story of {task}"
                 raise ValueError(f"data.length: expected {least}, got {length}")
             self.stories.append([story for story, size in zip(own, sizes, strict=True) if size <= length])
-        self.hay = Haystack.of("data.books", sentences, tokenizer, length, HAYSTACK_ROWS)
+        self.hay = Haystack.from_sentences("data.books", sentences, tokenizer, length, HAYSTACK_ROWS)
 
     def _end(self, story: Story) -> tuple[list[int], list[int]]:
         """Return the tokens of the prompt and of the answer with its newline."""
@@ -175,7 +175,7 @@ class Babilong:
     def step(self, number: int) -> Batch:
         """Return the batch of a step."""
         rng = step_rng(self.seed, number)
-        drawn = [self.row(rng) for _ in range(self.batch * self.world)][rank_rows(self.batch, self.rank)]
+        drawn = [self.row(rng) for _ in range(self.batch * self.world_size)][rank_rows(self.batch, self.rank)]
         return answer_batch([tokens for tokens, _ in drawn], [length for _, length in drawn])
 
 
@@ -193,7 +193,7 @@ class Questions:
         seed: int,
     ) -> None:
         self.stories, self.hay, self.seed = stories, hay, seed
-        self.shots = {task: "".join(story.shot for story in own) for task, own in shots.items()}
+        self.shots = {task: "".join(story.solved_example for story in own) for task, own in shots.items()}
         self.encode = cache(tokenizer.encode)  # cached, as bAbI has few different sentences
         self.fitting: dict[tuple[str, int], list[Story]] = {}
 
@@ -208,37 +208,37 @@ class Questions:
         if not length or self.hay is None:
             middle = np.array(self.encode(" ".join(story.facts)), np.int32)
         else:
-            room = length - sum(map(len, (start, end, prompt)))
-            middle = story.hide(self.hay.part(length), room, rng)
+            num_tokens = length - sum(map(len, (start, end, prompt)))
+            middle = story.hide(self.hay.subset(length), num_tokens, rng)
         return np.concatenate([np.array(start, np.int32), middle, np.array(end, np.int32)]), story
 
-    def _story(self, task: str, index: int, length: int, room: int) -> Story:
-        """Return a task's story number `index` among those that fit into `room` tokens. Raises ValueError if
+    def _story(self, task: str, index: int, length: int, num_tokens: int) -> Story:
+        """Return a task's story number `index` among those that fit into `num_tokens` tokens. Raises ValueError if
         there are fewer.
         """
-        fitting = self._fitting(task, room)
+        fitting = self._stories_that_fit(task, num_tokens)
         if index >= len(fitting):
             all_fit = len(fitting) == len(self.stories[task])
-            others = f"whose other stories have no room in {length} tokens"
-            reason = "which has no more stories" if all_fit else others
-            wanted = f"at most {len(fitting)} samples of {task}, {reason}"
-            raise ValueError(f"babilong.samples: expected {wanted}, got {index + 1}")
+            too_long = f"whose other stories have no room in {length} tokens"
+            reason = "which has no more stories" if all_fit else too_long
+            expected = f"at most {len(fitting)} samples of {task}, {reason}"
+            raise ValueError(f"babilong.samples: expected {expected}, got {index + 1}")
         return fitting[index]
 
-    def _fitting(self, task: str, room: int) -> list[Story]:
-        """Return a task's stories that fit into `room` tokens, or all if `room` is 0.
+    def _stories_that_fit(self, task: str, num_tokens: int) -> list[Story]:
+        """Return a task's stories that fit into `num_tokens` tokens, or all if `num_tokens` is 0.
 
         The order depends only on the seed and the task, so every length asks the same questions as far as
         they fit.
         """
-        if (task, room) not in self.fitting:
+        if (task, num_tokens) not in self.fitting:
             rng = np.random.Generator(np.random.Philox(key=[self.seed, ALL.index(task)]))
             ordered = [self.stories[task][index] for index in rng.permutation(len(self.stories[task]))]
-            sizes = [story.size(self.encode) if room else 0 for story in ordered]
-            self.fitting[task, room] = [
-                story for story, size in zip(ordered, sizes, strict=True) if size <= room
+            sizes = [story.size(self.encode) if num_tokens else 0 for story in ordered]
+            self.fitting[task, num_tokens] = [
+                story for story, size in zip(ordered, sizes, strict=True) if size <= num_tokens
             ]
-        return self.fitting[task, room]
+        return self.fitting[task, num_tokens]
 
     def options(self, task: str, right: str) -> list[str]:
         """Return all possible answers of a task, with the right one first."""
@@ -250,32 +250,32 @@ def score(task: str, story: Story, answer: Answer, options: Sequence[str]) -> di
     most likely of the options ("chosen").
     """
     return {
-        "right": is_right(story, answer.said, options, ordered=task in ORDERED),
+        "right": is_right(story, answer.text, options, ordered=task in ORDERED),
         "chosen": answer.ranked[0] == 0,
         "options": len(options),
-        "answer": answer.said,
+        "answer": answer.text,
         "expected": story.answer,
     }
 
 
-def is_right(story: Story, said: str, options: Sequence[str], *, ordered: bool) -> bool:
+def is_right(story: Story, text: str, options: Sequence[str], *, ordered: bool) -> bool:
     """Whether the text, up to the end of its first sentence or line, names the words of the answer and of no
     other answer.
 
     As in BABILong, words that occur in the question do not count as an answer. The order of a list matters
     only if `ordered`.
     """
-    said = re.split(r"[.\n]|question:", said.strip().lower())[0]
+    text = re.split(r"[.\n]|question:", text.strip().lower())[0]
     words = {word for option in options for word in option.lower().split(",")}
-    words -= {word for word in words if _names(story.question.lower(), word)} - set(
+    words -= {word for word in words if _contains_word(story.question.lower(), word)} - set(
         story.answer.lower().split(",")
     )
     expected = story.answer.lower().split(",")
     pattern = "|".join(sorted(map(re.escape, words), key=len, reverse=True))
-    named = re.findall(rf"\b(?:{pattern})\b", said)
-    return named == expected if ordered else set(named) == set(expected)
+    found_answers = re.findall(rf"\b(?:{pattern})\b", text)
+    return found_answers == expected if ordered else set(found_answers) == set(expected)
 
 
-def _names(text: str, word: str) -> bool:
+def _contains_word(text: str, word: str) -> bool:
     """Whether a text contains a word."""
     return re.search(rf"\b{re.escape(word)}\b", text) is not None

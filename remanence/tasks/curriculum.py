@@ -55,25 +55,25 @@ class Curriculum:
         self.fact = cache(lambda text: np.array(tokenizer.encode(f" {text}"), np.int32))
         self.question = cache(self._question)
         self.stories = {task: _group_questions(own) for task, own in stories.items()}
-        sizes = {task: np.array([self._size(own) for own in told]) for task, told in self.stories.items()}
+        sizes = {task: np.array([self._size(own) for own in groups]) for task, groups in self.stories.items()}
         self.fitting: dict[int, list[tuple[str, np.ndarray]]] = {}
-        for room in sorted({length or self.shortest for length in curriculum}):
+        for length in sorted({length or self.shortest for length in curriculum}):
             for task, own in sizes.items():
-                if own.min() > room:
+                if own.min() > length:
                     wanted = f"at least {own.min()}, for the shortest story of {task}"
-                    raise ValueError(f"data.curriculum: expected {wanted}, got {room}")
-            self.fitting[room] = [(task, np.flatnonzero(own <= room)) for task, own in sizes.items()]
-        self.hay = Haystack.of("data.books", sentences, tokenizer, longest, HAYSTACK_ROWS)
+                    raise ValueError(f"data.curriculum: expected {wanted}, got {length}")
+            self.fitting[length] = [(task, np.flatnonzero(own <= length)) for task, own in sizes.items()]
+        self.hay = Haystack.from_sentences("data.books", sentences, tokenizer, longest, HAYSTACK_ROWS)
 
     def step(self, number: int) -> Batch:
         """Return the batch of a step."""
         stage = min(number * len(self.curriculum) // self.steps, len(self.curriculum) - 1)
         size = self.curriculum[stage] or self.shortest
         rows = self.tokens // size
-        read = np.stack([self._row(stage, size, number, self.rank * rows + row) for row in range(rows)])
-        tokens = np.where(read < 0, ~read, read).astype(np.int64)
+        encoded = np.stack([self._row(stage, size, number, self.rank * rows + row) for row in range(rows)])
+        tokens = np.where(encoded < 0, ~encoded, encoded).astype(np.int64)
         targets = np.full_like(tokens, IGNORED)
-        targets[:, :-1] = np.where(read < 0, tokens, IGNORED)[:, 1:]
+        targets[:, :-1] = np.where(encoded < 0, tokens, IGNORED)[:, 1:]
         return plain_batch(tokens, targets)
 
     def _row(self, stage: int, size: int, number: int, row: int) -> np.ndarray:
@@ -95,16 +95,16 @@ class Curriculum:
     def _text(self, length: int, rng: np.random.Generator) -> np.ndarray:
         """Return a story in a haystack, `length` tokens in all, with its last question at the end."""
         needles = self._draw(length, rng)
-        room = length - sum(map(len, needles))
+        num_tokens = length - sum(map(len, needles))
         borders = self.hay.borders
-        first = int(borders[self.hay.begin(room, rng)])
-        hay = self.hay.tokens[first : first + room]
-        depths = first + (np.sort(rng.random(len(needles) - 1)) * room).astype(
+        first = int(borders[self.hay.draw_start(num_tokens, rng)])
+        hay = self.hay.tokens[first : first + num_tokens]
+        depths = first + (np.sort(rng.random(len(needles) - 1)) * num_tokens).astype(
             np.int64
         )  # integers, as searching with floats is slow
         places = borders[np.searchsorted(borders, depths, "right") - 1] - first
         parts, last = [], 0
-        for place, needle in zip([*places.tolist(), room], needles, strict=True):
+        for place, needle in zip([*places.tolist(), num_tokens], needles, strict=True):
             parts += [hay[last:place], needle]
             last = place
         return np.concatenate(parts)
@@ -114,23 +114,23 @@ class Curriculum:
         text.
         """
         needles: Needles = []
-        room = size
-        while (needed := sum(map(len, more := self._draw(size, rng)))) <= room:
+        num_tokens = size
+        while (needed := sum(map(len, more := self._draw(size, rng)))) <= num_tokens:
             needles += more
-            room -= needed
-        start = int(self.hay.borders[self.hay.begin(room, rng)])
-        return np.concatenate([*needles, self.hay.tokens[start : start + room]])
+            num_tokens -= needed
+        start = int(self.hay.borders[self.hay.draw_start(num_tokens, rng)])
+        return np.concatenate([*needles, self.hay.tokens[start : start + num_tokens]])
 
-    def _needles(self, told: Sequence[Story], every: bool) -> Needles:
-        """Return the facts and the question of the last story. With `every`, the earlier questions are
+    def _needles(self, stories: Sequence[Story], all_questions: bool) -> Needles:
+        """Return the facts and the question of the last story. With `all_questions`, the earlier questions are
         included at their places.
         """
         found: Needles = []
-        known = 0
-        for story in told if every else told[-1:]:
-            found += [self.fact(fact) for fact in story.facts[known:]]
+        num_facts = 0
+        for story in stories if all_questions else stories[-1:]:
+            found += [self.fact(fact) for fact in story.facts[num_facts:]]
             found.append(self.question(story.query, story.answer))
-            known = len(story.facts)
+            num_facts = len(story.facts)
         return found
 
     def _question(self, query: str, answer: str) -> np.ndarray:
@@ -138,16 +138,16 @@ class Curriculum:
         prompt, end = pair_tokens(self.tokenizer, PROMPT, f" {answer}\n")
         return np.array([*self.tokenizer.encode(query), *prompt, *[~token for token in end]], np.int32)
 
-    def _size(self, told: Sequence[Story]) -> int:
+    def _size(self, stories: Sequence[Story]) -> int:
         """Return the number of tokens of a story with all its questions."""
-        return sum(map(len, self._needles(told, True)))
+        return sum(map(len, self._needles(stories, True)))
 
 
 def _group_questions(stories: Sequence[Story]) -> list[list[Story]]:
     """Return, for every question, a list of the earlier questions of its story and the question itself."""
-    found: list[list[Story]] = []
+    groups: list[list[Story]] = []
     for story in stories:
-        last = found[-1] if found else []
-        goes_on = bool(last) and last[-1].facts == story.facts[: len(last[-1].facts)]
-        found.append([*last, story] if goes_on else [story])
-    return found
+        previous = groups[-1] if groups else []
+        same_story = bool(previous) and previous[-1].facts == story.facts[: len(previous[-1].facts)]
+        groups.append([*previous, story] if same_story else [story])
+    return groups

@@ -254,12 +254,12 @@ class FactDialogues:
 
     def __init__(
         self, data: Tokens, lengths: Sequence[int], tokens: int, steps: int, *, facts: int, share: float,
-        weight: float, distance_ramp: int = 0, seed: int = 0, rank: int = 0, world: int = 1,
+        weight: float, distance_ramp: int = 0, seed: int = 0, rank: int = 0, world_size: int = 1,
     ) -> None:  # fmt: skip
         self.data, self.tokenizer, self.turns = data, data.tokenizer, Turns(data.tokenizer)
         self.lengths, self.tokens, self.steps = tuple(lengths), tokens, steps
         self.facts, self.share, self.weight, self.distance_ramp = facts, share, weight, distance_ramp
-        self.seed, self.rank, self.world = seed, rank, world
+        self.seed, self.rank, self.world_size = seed, rank, world_size
         longest = max(self.lengths)
         if tokens % longest:
             raise ValueError(
@@ -267,11 +267,13 @@ class FactDialogues:
             )
         if not (data.lengths > longest + 1).any():
             raise ValueError(f"data: expected a document of more than {longest + 1:,} tokens, got none")
-        one = max(talk.size for fact in _longest_facts() if (talk := self._conversation([fact], inf)))
-        if (share or distance_ramp) and one + self.MIN_DISTANCE > min(self.lengths):
+        longest_conversation = max(
+            talk.size for fact in _longest_facts() if (talk := self._conversation([fact], inf))
+        )
+        if (share or distance_ramp) and longest_conversation + self.MIN_DISTANCE > min(self.lengths):
             raise ValueError(
                 f"data.length (or the shortest of data.curriculum): expected at least "
-                f"{one + self.MIN_DISTANCE} tokens, for a conversation about one fact, got "
+                f"{longest_conversation + self.MIN_DISTANCE} tokens, for a conversation about one fact, got "
                 f"{min(self.lengths)}"
             )
 
@@ -314,9 +316,9 @@ class FactDialogues:
 
     def _random_piece(self, rng: np.random.Generator, length: int) -> np.ndarray:
         """Return `length` consecutive tokens of a randomly chosen document."""
-        room = np.maximum(self.data.lengths - length, 0)
-        document = int(rng.choice(len(room), p=room / room.sum()))
-        start = int(rng.integers(room[document]))
+        num_starts = np.maximum(self.data.lengths - length, 0)
+        document = int(rng.choice(len(num_starts), p=num_starts / num_starts.sum()))
+        start = int(rng.integers(num_starts[document]))
         return self.data.piece(document, start, start + length).astype(np.int64)
 
     def _dialogue_row(self, number: int, row: int, length: int) -> tuple[np.ndarray, np.ndarray]:
@@ -326,22 +328,22 @@ class FactDialogues:
         rng, share = self._rng(number, row, 4), ramp_progress(number, self.distance_ramp)
         parts: list[np.ndarray] = []
         masks: list[np.ndarray] = []
-        left = length + 1
+        tokens_left = length + 1
         while True:
             count = int(rng.integers(1, self.facts + 1, 2).max())  # favours large numbers
-            talk = self._conversation(draw_facts(rng, count, held_out=False), left)
+            talk = self._conversation(draw_facts(rng, count, held_out=False), tokens_left)
             if talk is None:
                 break
-            longest = int((left - talk.size - self.MIN_DISTANCE) * share)
+            longest = int((tokens_left - talk.size - self.MIN_DISTANCE) * share)
             distance = self.MIN_DISTANCE + int(rng.integers(longest + 1))
             order = rng.permutation(len(talk.questions))
             questions, values = zip(*[talk.questions[index] for index in order], strict=True)
             parts += [talk.before, self._random_piece(rng, distance), talk.after, *questions]
             masks += [np.zeros(len(talk.before) + distance + len(talk.after), bool), *values]
-            left -= talk.size + distance
-        if left:
-            parts.append(self._random_piece(rng, left))
-            masks.append(np.zeros(left, bool))
+            tokens_left -= talk.size + distance
+        if tokens_left:
+            parts.append(self._random_piece(rng, tokens_left))
+            masks.append(np.zeros(tokens_left, bool))
         return np.concatenate(parts), np.concatenate(masks)
 
     def _document_row(self, number: int, row: int, length: int, first: int) -> tuple[np.ndarray, bool]:
@@ -351,11 +353,11 @@ class FactDialogues:
         pieces = int(min(self.MAX_PIECES, (self.data.lengths.max() - 1) // length))
         turn, piece = divmod(number - first + row, pieces)
         rng = self._rng(turn, row, 5 + first)
-        room = np.maximum(self.data.lengths - pieces * length - 1, 0)
-        if not room.any():  # the longest documents fit exactly
-            room = (self.data.lengths > pieces * length).astype(np.int64)
-        document = int(rng.choice(len(room), p=room / room.sum()))
-        start = int(rng.integers(room[document])) + piece * length
+        num_starts = np.maximum(self.data.lengths - pieces * length - 1, 0)
+        if not num_starts.any():  # the longest documents fit exactly
+            num_starts = (self.data.lengths > pieces * length).astype(np.int64)
+        document = int(rng.choice(len(num_starts), p=num_starts / num_starts.sum()))
+        start = int(rng.integers(num_starts[document])) + piece * length
         return self.data.piece(document, start, start + length + 1).astype(
             np.int64
         ), piece == 0 or number in (first, self.distance_ramp)
@@ -364,16 +366,16 @@ class FactDialogues:
         """Return the batch of a step."""
         length, first = self.stage(number)
         rows = self.tokens // length
-        growth, total = ramp_progress(number, self.distance_ramp), rows * self.world
+        growth, total = ramp_progress(number, self.distance_ramp), rows * self.world_size
         dialogues = total if growth < 1 else max(round(self.share * total), self.share > 0)
         read, answers, begins = [], [], []
         for row in range(rows):
-            own = self.rank * rows + row
-            if own < dialogues:
-                tokens, mask = self._dialogue_row(number, own, length)
+            global_row = self.rank * rows + row
+            if global_row < dialogues:
+                tokens, mask = self._dialogue_row(number, global_row, length)
                 begin = True
             else:
-                tokens, begin = self._document_row(number, own, length, first)
+                tokens, begin = self._document_row(number, global_row, length, first)
                 mask = np.zeros(len(tokens), bool)
             read.append(tokens)
             answers.append(mask)

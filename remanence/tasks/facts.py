@@ -88,13 +88,13 @@ class Facts:
         distance_ramp: int = 0,
         seed: int = 0,
         rank: int = 0,
-        world: int = 1,
+        world_size: int = 1,
         answer_end: bool = True,
     ) -> None:
         self.data, self.length, self.batch = data, length, batch
         self.weight, self.distance_ramp = weight, distance_ramp
         self.answer_end = answer_end
-        self.seed, self.rank, self.world = seed, rank, world
+        self.seed, self.rank, self.world_size = seed, rank, world_size
         self.tokenizer: Tokenizer = data.tokenizer
         if length < (least := 512):
             raise ValueError(
@@ -117,9 +117,9 @@ class Facts:
 
     def _rng(self, row: int, stream: int, purpose: int) -> np.random.Generator:
         """Return a random generator for a stream of a row. `purpose` separates independent uses."""
-        own = self.rank * self.batch + row
+        global_row = self.rank * self.batch + row
         return np.random.Generator(
-            np.random.Philox(key=[self.seed, own * 2**32 + stream], counter=[0, 0, 0, purpose])
+            np.random.Philox(key=[self.seed, global_row * 2**32 + stream], counter=[0, 0, 0, purpose])
         )
 
     def _span(self, row: int, stream: int) -> Span:
@@ -145,66 +145,71 @@ class Facts:
         distances = np.where(is_near, near, far)
         # A key is used again only long after its question.
         keys = cycle(rng.permutation(len(ADJECTIVES) * len(NOUNS)).tolist())
-        known = min(len(WORDINGS), 1 + int(len(WORDINGS) * span.progress**0.5 / WORDING_SHARE))
+        num_wordings = min(len(WORDINGS), 1 + int(len(WORDINGS) * span.progress**0.5 / WORDING_SHARE))
         found: list[list[Insertion]] = [[] for _ in range(span.steps)]
-        left = np.full(span.steps, MAX_INSERTED * self.length)
-        for stated, asked in zip(positions.tolist(), (positions + distances).tolist(), strict=True):
-            if asked >= total:
+        tokens_left = np.full(span.steps, MAX_INSERTED * self.length)
+        for fact_position, question_position in zip(
+            positions.tolist(), (positions + distances).tolist(), strict=True
+        ):
+            if question_position >= total:
                 continue
-            pair = self._fact(rng, next(keys), known, stated, asked)
+            pair = self._fact(rng, next(keys), num_wordings, fact_position, question_position)
             for insertion in pair:
-                left[insertion.position // self.length] -= len(insertion.tokens)
-            if min(left[stated // self.length], left[asked // self.length]) < 0:
+                tokens_left[insertion.position // self.length] -= len(insertion.tokens)
+            if (
+                min(tokens_left[fact_position // self.length], tokens_left[question_position // self.length])
+                < 0
+            ):
                 for insertion in pair:
-                    left[insertion.position // self.length] += len(insertion.tokens)
+                    tokens_left[insertion.position // self.length] += len(insertion.tokens)
                 continue
             for insertion in pair:
                 found[insertion.position // self.length].append(insertion)
         for position in rng.integers(total, size=max(count, total // BARE)).tolist():
             tokens = np.array(self.tokenizer.encode(_distractor(rng)), np.int64)
-            if left[position // self.length] >= len(tokens):
-                left[position // self.length] -= len(tokens)
+            if tokens_left[position // self.length] >= len(tokens):
+                tokens_left[position // self.length] -= len(tokens)
                 found[position // self.length].append(
                     Insertion(position, tokens, np.zeros(len(tokens), bool))
                 )
         return [sorted(each, key=lambda insertion: insertion.position) for each in found]
 
     def _fact(
-        self, rng: np.random.Generator, key: int, known: int, position: int, asked: int
+        self, rng: np.random.Generator, key: int, num_wordings: int, position: int, question_position: int
     ) -> tuple[Insertion, Insertion]:
-        """Return a fact stated at `position`, and its question at `asked`. `known` is the number of wordings
-        to choose from.
+        """Return a fact stated at `position`, and its question at `question_position`, in one of the first
+        `num_wordings` wordings.
         """
-        texts = (*_word_fact(rng, key, known), ".")
+        texts = (*_word_fact(rng, key, num_wordings), ".")
         parts = [np.array(self.tokenizer.encode(text), np.int64) for text in texts]
         stated, question, answer, stop = parts
         marks = np.repeat([False, True, self.answer_end], [len(question), len(answer), len(stop)])
         return (
             Insertion(position, stated, np.zeros(len(stated), bool)),
-            Insertion(asked, np.concatenate([question, answer, stop]), marks),
+            Insertion(question_position, np.concatenate([question, answer, stop]), marks),
         )
 
     def piece(self, row: int, number: int) -> tuple[np.ndarray, np.ndarray, bool]:
         """Return the ``length + 1`` tokens of a row at a step, a mask of the answers, and whether the row
         begins a stream.
         """
-        stream, at = self.locate(row, number)
-        span, insertions = self._span(row, stream), self._insertions(row, stream)[at]
+        stream, step_of_stream = self.locate(row, number)
+        span, insertions = self._span(row, stream), self._insertions(row, stream)[step_of_stream]
         # Insertions replace the last tokens of the document's piece.
         size = self.length + 1 - sum(len(insertion.tokens) for insertion in insertions)
-        begin = span.start + at * self.length
+        begin = span.start + step_of_stream * self.length
         text = self.data.piece(span.document, begin, begin + size).astype(np.int64)
         # The last token is used only as a target, so nothing is inserted before it.
         borders = np.append(np.flatnonzero(self.ends_sentence[text[:-2]]) + 1, size - 1)
-        parts, masks, read = [], [], 0
+        parts, masks, text_read = [], [], 0
         for insertion in insertions:
             wanted = insertion.position % self.length * size // self.length
             border = int(borders[np.searchsorted(borders, wanted)])
-            parts += [text[read:border], insertion.tokens]
-            masks += [np.zeros(border - read, bool), insertion.answers]
-            read = border
-        tokens = np.concatenate([*parts, text[read:]])
-        return tokens, np.concatenate([*masks, np.zeros(size - read, bool)]), at == 0
+            parts += [text[text_read:border], insertion.tokens]
+            masks += [np.zeros(border - text_read, bool), insertion.answers]
+            text_read = border
+        tokens = np.concatenate([*parts, text[text_read:]])
+        return tokens, np.concatenate([*masks, np.zeros(size - text_read, bool)]), step_of_stream == 0
 
     def step(self, number: int) -> Batch:
         """Return the batch of a step."""
@@ -258,12 +263,12 @@ the same words farther apart, then a question in other words.
 """
 
 
-def _word_fact(rng: np.random.Generator, key: int, known: int) -> tuple[str, str, str]:
-    """Return a fact, its question and its answer, in one of the first `known` wordings."""
+def _word_fact(rng: np.random.Generator, key: int, num_wordings: int) -> tuple[str, str, str]:
+    """Return a fact, its question and its answer, in one of the first `num_wordings` wordings."""
     # Values may be short: a first digit, which has no digit before it, teaches the model where to look.
     digits = int(rng.integers(1, 8))
     value = str(rng.integers(10 ** (digits - 1), 10**digits))
-    wording = list(WORDINGS.values())[int(rng.integers(known))]
+    wording = list(WORDINGS.values())[int(rng.integers(num_wordings))]
     stated, question = wording(ADJECTIVES[key // len(NOUNS)], NOUNS[key % len(NOUNS)], value)
     return stated, question, f" {value}"
 

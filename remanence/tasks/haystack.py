@@ -11,7 +11,7 @@ import numpy as np
 from remanence.tokenizers.tokens import Tokenizer
 
 SPARE = 16
-"""The number of tokens kept free after a stretch, because a sentence may have a few tokens fewer when it
+"""The number of tokens kept free after an excerpt, because a sentence may have a few tokens fewer when it
 comes first.
 """
 
@@ -20,7 +20,7 @@ Encode = Callable[[str], list[int]]
 
 
 class Haystack:
-    """Sentences and their tokens, from which a stretch with an exact number of tokens can be cut.
+    """Sentences and their tokens, from which an excerpt with an exact number of tokens can be cut.
 
     Each sentence is encoded with a space before it, except the first sentence of a text. `borders` are the
     positions in `tokens` at which sentences begin and end.
@@ -28,58 +28,62 @@ class Haystack:
 
     def __init__(self, sentences: list[str], tokens: np.ndarray, borders: np.ndarray, encode: Encode) -> None:
         self.sentences, self.tokens, self.borders, self.encode = sentences, tokens, borders, encode
-        self.parts: dict[int, Haystack] = {}
+        self.subsets: dict[int, Haystack] = {}
 
     @classmethod
-    def of(
-        cls, name: str, sentences: Iterable[str], tokenizer: Tokenizer, least: int, rows: int = 2
+    def from_sentences(
+        cls, name: str, sentences: Iterable[str], tokenizer: Tokenizer, min_tokens: int, num_rows: int = 2
     ) -> Haystack:
-        """Make a haystack with text for `rows` rows of `least` tokens, so that stretches can begin at
+        """Make a haystack with text for `num_rows` rows of `min_tokens` tokens, so that excerpts can begin at
         different sentences.
 
         `name` is the setting that the sentences come from, for error messages. Raises ValueError if there are
-        fewer than `least` tokens.
+        fewer than `min_tokens` tokens.
         """
         tokens, borders, used = array("i"), array("q", [0]), []
         for sentence in sentences:
             tokens.extend(tokenizer.encode(" " + sentence))
             borders.append(len(tokens))
             used.append(sentence)
-            if len(tokens) >= rows * least:
+            if len(tokens) >= num_rows * min_tokens:
                 break
-        if len(tokens) < least:
-            raise ValueError(f"{name}: expected a text of at least {least:,} tokens, got {len(tokens):,}")
+        if len(tokens) < min_tokens:
+            raise ValueError(
+                f"{name}: expected a text of at least {min_tokens:,} tokens, got {len(tokens):,}"
+            )
         return cls(used, np.array(tokens, np.int32), np.array(borders, np.int64), tokenizer.encode)
 
-    def part(self, least: int) -> Haystack:
-        """Return the haystack that `of` makes for `least` tokens. A short text thus does not depend on longer
-        ones in the same evaluation.
+    def subset(self, min_tokens: int) -> Haystack:
+        """Return the haystack that `from_sentences` makes for `min_tokens` tokens. A short text thus does not
+        depend on longer ones in the same evaluation.
         """
-        if least not in self.parts:
-            count = min(int(np.searchsorted(self.borders, 2 * least)), len(self.sentences))
+        if min_tokens not in self.subsets:
+            count = min(int(np.searchsorted(self.borders, 2 * min_tokens)), len(self.sentences))
             end = int(self.borders[count])
             cut = self.sentences[:count], self.tokens[:end], self.borders[: count + 1]
-            self.parts[least] = Haystack(*cut, self.encode)
-        return self.parts[least]
+            self.subsets[min_tokens] = Haystack(*cut, self.encode)
+        return self.subsets[min_tokens]
 
     @cached_property
     def text(self) -> str:
         """All sentences, joined by spaces."""
         return " ".join(self.sentences)
 
-    def begin(self, count: int, rng: np.random.Generator) -> int:
+    def draw_start(self, count: int, rng: np.random.Generator) -> int:
         """Draw the index of a sentence that is followed by at least `count` tokens."""
         last = int(np.searchsorted(self.borders[:-1], len(self.tokens) - count - SPARE, "right"))
         return int(rng.integers(max(1, last)))
 
-    def stretch(self, first: int, count: int, *, space: bool) -> tuple[np.ndarray, np.ndarray]:
+    def excerpt(self, first: int, count: int, *, leading_space: bool) -> tuple[np.ndarray, np.ndarray]:
         """Return `count` tokens starting at the sentence `first`, and the sentence borders within them.
-        `space` tells whether the first sentence has a space before it.
+        `leading_space` tells whether the first sentence has a space before it.
         """
-        opening = np.array(self.encode(" " * space + self.sentences[first]), np.int32)
+        first_sentence = np.array(self.encode(" " * leading_space + self.sentences[first]), np.int32)
         after = int(self.borders[first + 1])
-        tokens = np.concatenate([opening, self.tokens[after : after + max(0, count - len(opening))]])[:count]
-        borders = np.concatenate([[0], self.borders[first + 1 :] - after + len(opening)])
+        tokens = np.concatenate(
+            [first_sentence, self.tokens[after : after + max(0, count - len(first_sentence))]]
+        )[:count]
+        borders = np.concatenate([[0], self.borders[first + 1 :] - after + len(first_sentence)])
         return tokens, borders[borders <= count]
 
 
@@ -95,19 +99,19 @@ def hide(
     depth (0 is the beginning, 1 the end).
     """
     order = sorted(range(len(needles)), key=lambda index: depths[index])
-    inside = [np.array(hay.encode(" " + needles[index]), np.int32) for index in order]
-    first = hay.begin(size - sum(map(len, inside)), rng)
+    needle_tokens = [np.array(hay.encode(" " + needles[index]), np.int32) for index in order]
+    first = hay.draw_start(size - sum(map(len, needle_tokens)), rng)
     for leading in (False, True):  # whether the text begins with a needle
         if leading:
-            inside[0] = np.array(hay.encode(needles[order[0]]), np.int32)
-        text, borders = hay.stretch(first, size - sum(map(len, inside)), space=leading)
+            needle_tokens[0] = np.array(hay.encode(needles[order[0]]), np.int32)
+        text, borders = hay.excerpt(first, size - sum(map(len, needle_tokens)), leading_space=leading)
         positions = [int(borders[np.abs(borders - depths[index] * len(text)).argmin()]) for index in order]
         if not positions or positions[0]:
             break
     if leading:
         positions[0] = 0
     parts, last = [], 0
-    for position, needle in zip(positions, inside, strict=True):
+    for position, needle in zip(positions, needle_tokens, strict=True):
         parts += [text[last:position], needle]
         last = position
     return np.concatenate([*parts, text[last:]])

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import numpy as np
 
 from remanence.data import Batch
-from remanence.tasks.answers import Answer, states
+from remanence.tasks.answers import Answer, contains_value
 from remanence.tasks.draw import answer_batch, rank_rows, step_rng
 from remanence.tasks.haystack import Haystack, hide, max_tokens
 
@@ -41,7 +41,9 @@ class Needle:
     DIGITS = 4
     """The number of digits of each number."""
 
-    def __init__(self, length: int, batch: int, pairs: int, seed: int, rank: int = 0, world: int = 1) -> None:
+    def __init__(
+        self, length: int, batch: int, pairs: int, seed: int, rank: int = 0, world_size: int = 1
+    ) -> None:
         if pairs > len(self.NAMES):
             raise ValueError(f"pairs: expected at most {len(self.NAMES)} needles, got {pairs}")
         longest = pairs * len(self._needle("amber", "0000")) + len(self._question("amber")) + self.DIGITS
@@ -49,7 +51,7 @@ class Needle:
             fits = f"at least {longest} bytes for {pairs} needles and the question"
             raise ValueError(f"length: expected {fits}, got {length}")
         self.length, self.batch, self.pairs = length, batch, pairs
-        self.seed, self.rank, self.world = seed, rank, world
+        self.seed, self.rank, self.world_size = seed, rank, world_size
 
     @staticmethod
     def _needle(name: str, number: str) -> str:
@@ -70,11 +72,11 @@ class Needle:
         queried = int(rng.integers(self.pairs))
         end = self._question(names[queried]) + numbers[queried]
         needles = [self._needle(name, number) for name, number in zip(names, numbers, strict=True)]
-        room = self.length - len(end) - sum(map(len, needles))
-        hay = [str(rng.choice(self.HAY)) for _ in range(room // min(map(len, self.HAY)) + 1)]
-        while hay and sum(map(len, hay)) - len(hay[0]) >= room:
+        num_bytes = self.length - len(end) - sum(map(len, needles))
+        hay = [str(rng.choice(self.HAY)) for _ in range(num_bytes // min(map(len, self.HAY)) + 1)]
+        while hay and sum(map(len, hay)) - len(hay[0]) >= num_bytes:
             hay.pop(0)
-        hay[:1] = [part[sum(map(len, hay)) - room :] for part in hay[:1]]
+        hay[:1] = [part[sum(map(len, hay)) - num_bytes :] for part in hay[:1]]
         for needle in needles:
             hay.insert(int(rng.integers(min(1, len(hay)), len(hay) + 1)), needle)
         return ("".join(hay) + end).encode()
@@ -82,7 +84,7 @@ class Needle:
     def step(self, number: int) -> Batch:
         """Return the batch of a step."""
         rng = step_rng(self.seed, number)
-        rows = [np.frombuffer(self.row(rng), np.uint8) for _ in range(self.batch * self.world)]
+        rows = [np.frombuffer(self.row(rng), np.uint8) for _ in range(self.batch * self.world_size)]
         return answer_batch(rows[rank_rows(self.batch, self.rank)], [self.DIGITS] * self.batch)
 
 
@@ -154,31 +156,33 @@ def draw_sample(
     from, right and wrong ones together.
     """
     kind = KINDS[name]
-    keys = unused(hay.text, rng, "key", kind.keys, [])
-    values = unused(hay.text, rng, kind.value, kind.keys * kind.values, [])
+    keys = draw_unused(hay.text, rng, "key", kind.keys, [])
+    values = draw_unused(hay.text, rng, kind.value, kind.keys * kind.values, [])
     by_key = {key: values[index * kind.values : (index + 1) * kind.values] for index, key in enumerate(keys)}
     queried = keys[: kind.queried]
     right = [value for key in queried for value in by_key[key]]
     wrong = [value for value in values if value not in right]
-    wrong += unused(hay.text, rng, kind.value, choices - len(right) - len(wrong), values)
+    wrong += draw_unused(hay.text, rng, kind.value, choices - len(right) - len(wrong), values)
     head, question, prompt = frame(kind, queried)
     needles = [needle(kind.value, key, value) for key in keys for value in by_key[key]]
     start, end = hay.encode(head), hay.encode(question)
-    room = length - sum(map(len, (start, end, hay.encode(prompt))))
-    least = length - room + sum(max_tokens(hay.encode, needle) for needle in needles)
-    if least > length:
-        raise ValueError(f"niah.lengths: expected at least {least} tokens for the kind {name}, got {length}")
+    num_tokens = length - sum(map(len, (start, end, hay.encode(prompt))))
+    min_length = length - num_tokens + sum(max_tokens(hay.encode, needle) for needle in needles)
+    if min_length > length:
+        raise ValueError(
+            f"niah.lengths: expected at least {min_length} tokens for the kind {name}, got {length}"
+        )
     depths = [depth, *(float(drawn) for drawn in rng.random(len(needles) - 1))]
     if kind.values > 1:  # the answer lists the values in the order of the text
         right = [value for _, value in sorted(zip(depths, right, strict=True))]
-    middle = hide(hay, needles, depths, room, rng)
+    middle = hide(hay, needles, depths, num_tokens, rng)
     text = np.concatenate([np.array(start, np.int32), middle, np.array(end, np.int32)])
     return Sample(text, prompt, right, wrong)
 
 
-def needle(what: str, key: str, value: str) -> str:
-    """Return the sentence that states a value. `what` is the type of value."""
-    return f"One of the special magic {what}s for {key} is: {value}."
+def needle(value_type: str, key: str, value: str) -> str:
+    """Return the sentence that states a value. `value_type` is the type of value."""
+    return f"One of the special magic {value_type}s for {key} is: {value}."
 
 
 def frame(kind: Kind, queried: Sequence[str]) -> tuple[str, str, str]:
@@ -194,19 +198,21 @@ def frame(kind: Kind, queried: Sequence[str]) -> tuple[str, str, str]:
     return head, f"\nWhat {'are all' if many else 'is'} {subject}?", f" T{subject[1:]} {verb}"
 
 
-def unused(text: str, rng: np.random.Generator, what: str, count: int, taken: Sequence[str]) -> list[str]:
-    """Draw `count` different keys or values of the type `what` that are neither in `text` nor in `taken`."""
-    found: list[str] = []
-    while len(found) < count:
-        if what == "key":
+def draw_unused(
+    text: str, rng: np.random.Generator, type_name: str, count: int, excluded: Sequence[str]
+) -> list[str]:
+    """Draw `count` different keys or values of the type `type_name` that are neither in `text` nor in `excluded`."""
+    drawn_values: list[str] = []
+    while len(drawn_values) < count:
+        if type_name == "key":
             drawn = f"{rng.choice(ADJECTIVES)}-{rng.choice(NOUNS)}"
-        elif what == "number":
+        elif type_name == "number":
             drawn = str(rng.integers(10**6, 10**7))
         else:
             drawn = str(uuid.UUID(bytes=rng.bytes(16), version=4))
-        if drawn not in text and drawn not in found and drawn not in taken:
-            found.append(drawn)
-    return found
+        if drawn not in text and drawn not in drawn_values and drawn not in excluded:
+            drawn_values.append(drawn)
+    return drawn_values
 
 
 def options(sample: Sample) -> list[str]:
@@ -223,11 +229,11 @@ def score(sample: Sample, answer: Answer) -> dict[str, float | str | list[str]]:
     For the first two, a value must also end in the right place: "41702835" does not state 4170283.
     """
     joined, *single = answer.options
-    best = Answer(answer.said, single).ranked[: len(sample.right)]
+    best = Answer(answer.text, single).ranked[: len(sample.right)]
     return {
-        "said": sum(states(answer.said, value) for value in sample.right) / len(sample.right),
+        "said": sum(contains_value(answer.text, value) for value in sample.right) / len(sample.right),
         "likeliest": float(joined.states(sample.right[-1])),
         "chosen": sum(index < len(sample.right) for index in best) / len(sample.right),
-        "answer": answer.said,
+        "answer": answer.text,
         "right": sample.right,
     }

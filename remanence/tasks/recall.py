@@ -17,8 +17,17 @@ class Recall:
     """Rows with several rounds of the same key-value pairs, each in another order, with noise between the
     rounds. The values are targets in all rounds but the first.
 
-    The token ids are the keys, then as many values, then the noise tokens. With two rounds, the distance from
-    a pair to its question is about the row length.
+    The token ids are the keys, then as many values, then the noise tokens, in this order. The first round is at the
+    start of the row and the last one at its end. So with two rounds, a key is asked for about ``length - 2 * pairs``
+    tokens after its pair was shown, give or take the difference in order.
+
+    Args:
+        length: number of tokens of a row.
+        batch: number of rows of a batch in one process.
+        pairs: number of key-value pairs of a row.
+        rounds: number of times that all pairs are listed in a row.
+        keys: number of different keys, and of different values.
+        noise: number of different noise tokens.
     """
 
     def __init__(
@@ -29,22 +38,22 @@ class Recall:
         rounds: int,
         seed: int,
         rank: int = 0,
-        world: int = 1,
+        world_size: int = 1,
         *,
         keys: int = 32,
         noise: int = 16,
     ) -> None:
         if pairs > keys:
             raise ValueError(f"pairs: expected at most {keys}, the number of keys, got {pairs}")
-        least = 2 * pairs * rounds
-        if rounds < 2 or length < least:
+        min_length = 2 * pairs * rounds
+        if rounds < 2 or length < min_length:
             raise ValueError(
-                f"length: expected at least {least} for {rounds} rounds of {pairs} pairs, got {length}"
+                f"length: expected at least {min_length} for {rounds} rounds of {pairs} pairs, got {length}"
             )
         self.length, self.batch, self.pairs, self.rounds = length, batch, pairs, rounds
-        self.seed, self.rank, self.world, self.keys, self.noise = seed, rank, world, keys, noise
+        self.seed, self.rank, self.world_size, self.keys, self.noise = seed, rank, world_size, keys, noise
         self.starts = [
-            index * 2 * pairs + index * (length - least) // (rounds - 1) for index in range(rounds)
+            index * 2 * pairs + index * (length - min_length) // (rounds - 1) for index in range(rounds)
         ]
 
     @property
@@ -55,7 +64,7 @@ class Recall:
     def step(self, number: int) -> Batch:
         """Return the batch of a step."""
         rng = step_rng(self.seed, number)
-        rows, n = self.batch * self.world, self.pairs
+        rows, n = self.batch * self.world_size, self.pairs
         tokens = rng.integers(2 * self.keys, self.vocabulary, (rows, self.length))
         keys = rng.random((rows, self.keys)).argsort(1)[:, :n]
         values = rng.integers(self.keys, 2 * self.keys, (rows, n))
@@ -66,8 +75,8 @@ class Recall:
             tokens[:, start + 1 : end : 2] = np.take_along_axis(values, order, 1)
             if start:
                 targets[:, start:end:2] = tokens[:, start + 1 : end : 2]
-        own = rank_rows(self.batch, self.rank)
-        return plain_batch(tokens[own], targets[own])
+        own_rows = rank_rows(self.batch, self.rank)
+        return plain_batch(tokens[own_rows], targets[own_rows])
 
 
 def vocabulary(keys: int, noise: int) -> int:
@@ -103,15 +112,16 @@ def held_out(pairs: int, distance: int, texts: int, seed: int, *, keys: int, noi
     return Questions(tokens[:, :distance], tokens[:, distance:])
 
 
-def score(questions: Questions, in_turn: Tensor, alone: Sequence[Tensor]) -> dict[str, int]:
+def score(questions: Questions, all_answers: Tensor, single_answers: Sequence[Tensor]) -> dict[str, int]:
     """Count the right answers with all keys asked one after the other ("all"), and with each key asked alone
     ("one"); "count" is the number of questions.
 
-    `in_turn` is the most likely token after each token of `questions.pairs`; `alone` has one column per key.
+    `all_answers` is the most likely token after each token of `questions.pairs`. `single_answers` has one column
+    per key.
     """
     values = questions.values
     return {
-        "all": int((in_turn[:, ::2] == values).sum()),
-        "one": int((torch.cat(list(alone), 1) == values).sum()),
+        "all": int((all_answers[:, ::2] == values).sum()),
+        "one": int((torch.cat(list(single_answers), 1) == values).sum()),
         "count": values.numel(),
     }

@@ -10,7 +10,7 @@ from typing import Any
 import remanence
 from remanence.io.files import replacing
 from remanence.model import Model
-from remanence.runtime.terminal import shown
+from remanence.runtime.terminal import escape_controls
 from remanence.tokenizers.tokens import load_tokenizer
 from remanence.train.data_config import DataConfig, RecallData
 
@@ -86,7 +86,7 @@ def write_card(model: Any, folder: Path, name: str, trained: Mapping[str, object
     `trained` is the training record. `data` is the config of the training data, which decides the example
     commands. A model that is not a `Model` describes itself by a method `card_parts`.
     """
-    name = shown(name, keep="")
+    name = escape_controls(name, allowed="")
     count = sum(parameter.numel() for parameter in model.parameters())
     own = getattr(model, "card_parts", None)
     parts = _of_model(model, folder, name, data) if own is None else own(name)

@@ -24,14 +24,14 @@ from torch import Tensor
 from remanence.attached import folder as attached
 from remanence.folder import read_config
 from remanence.inference import memfile
-from remanence.io.files import DIGEST, file_digest, flush, read_json, sealed, write_json
+from remanence.io.files import DIGEST, add_digest, file_digest, flush, read_json, write_json
 from remanence.io.migrations import current_name
 from remanence.io.tensors import read_header, read_tensors, write_tensors
 from remanence.model import Model, State
 from remanence.runtime.errors import OtherConfigError, first_line
 from remanence.runtime.overrides import differences
 from remanence.train.config import TrainConfig
-from remanence.train.distributed import World, is_sharded, spread
+from remanence.train.distributed import ProcessGroup, is_sharded, shard_like
 from remanence.train.initial_state import InitialState
 from remanence.train.trainable import ModelDescription, TrainableModel
 from remanence.verticals import model_loader
@@ -60,7 +60,7 @@ def save(
     progress: Progress,
     carried: State | None,
     config: TrainConfig,
-    world: World,
+    process_group: ProcessGroup,
     initial_state: InitialState | None = None,
 ) -> None:
     """Write a checkpoint under a temporary name and rename it.
@@ -88,7 +88,7 @@ def save(
             shards = _shard_digests(temporary, flushed=True)
             files = {path.name: _digest(path) for path in sorted(temporary.iterdir()) if path.is_file()}
             facts = {"files": files, "shards": shards, "config": config.to_dict()}
-            write_json(temporary / "progress.json", sealed({**progress._asdict(), **facts}))
+            write_json(temporary / "progress.json", add_digest({**progress._asdict(), **facts}))
             os.replace(temporary, target)
             flush(folder)
         for old in checkpoints(folder)[: -config.keep]:  # also those that a killed run left
@@ -96,10 +96,12 @@ def save(
             shutil.rmtree(old.rename(folder / f".{old.name}.tmp"))
 
     try:
-        world.run_on_rank0(make_room)
+        process_group.run_on_rank0(make_room)
         if not target.exists():
-            world.run_on_all(lambda: _write(temporary, model, optimizer, carried, world, initial_state))
-        world.run_on_rank0(finish)
+            process_group.run_on_all(
+                lambda: _write(temporary, model, optimizer, carried, process_group, initial_state)
+            )
+        process_group.run_on_rank0(finish)
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)
         raise
@@ -110,12 +112,12 @@ def _write(
     model: TrainableModel,
     optimizer: torch.optim.Optimizer,
     carried: State | None,
-    world: World,
+    process_group: ProcessGroup,
     initial_state: InitialState | None,
 ) -> None:
     """Write the weights, the optimizer's moments and the states of this process to the temporary folder."""
     if not is_sharded(model):
-        if world.first:
+        if process_group.is_first:
             model.save(temporary)
             write_tensors(temporary / "optimizer.safetensors", _moments(model, optimizer), {})
     else:
@@ -126,10 +128,14 @@ def _write(
             dcp.save({**_weights(model), **_moments(model, optimizer)}, storage_writer=writer)
     if carried is not None:
         write_tensors(
-            temporary / f"carried-{world.rank:05d}.safetensors", dict(memfile.named_tensors(carried)), {}
+            temporary / f"carried-{process_group.rank:05d}.safetensors",
+            dict(memfile.named_tensors(carried)),
+            {},
         )
     if initial_state is not None and (held := initial_state.tensors()):
-        write_tensors(temporary / f"{initial_state.file_prefix}-{world.rank:05d}.safetensors", held, {})
+        write_tensors(
+            temporary / f"{initial_state.file_prefix}-{process_group.rank:05d}.safetensors", held, {}
+        )
 
 
 def _digest(path: Path) -> str:
@@ -165,7 +171,7 @@ def load(
     path: Path,
     model: TrainableModel,
     optimizer: torch.optim.Optimizer,
-    world: World,
+    process_group: ProcessGroup,
     initial_state: InitialState | None = None,
     *,
     stored_config: Callable[[Path, TrainableModel], ModelDescription] = lambda path, _: read_config(path),
@@ -176,7 +182,7 @@ def load(
     `stored_config` reads the config of the model in the checkpoint, which must equal ``model.config``.
     """
     progress, facts = _progress(path)
-    world.run_on_rank0(lambda: _check_complete(path, facts))
+    process_group.run_on_rank0(lambda: _check_complete(path, facts))
     theirs = stored_config(path, model)
     if theirs != model.config:
         changed = ", ".join(name for name, *_ in differences(theirs.to_dict(), model.config.to_dict()))
@@ -191,7 +197,7 @@ def load(
         for name, parameter in parameters.items()
         for key in MOMENTS
     }
-    _read(path, {**_weights(model), **moments}, world)
+    _read(path, {**_weights(model), **moments}, process_group)
     for name, parameter in parameters.items():
         own = {key: moments[f"{key}.{name}"] for key in MOMENTS}
         fused = parameter.device.type == "cuda"  # fused AdamW keeps the step count on the device
@@ -203,8 +209,8 @@ def load(
         parts := sorted(path.glob(f"{initial_state.file_prefix}-*.safetensors"))
     ):
         with _fitting(parts[0]):
-            initial_state.load([read_tensors(part).tensors for part in parts], world.device)
-    return progress, _carried(path, model, world)
+            initial_state.load([read_tensors(part).tensors for part in parts], process_group.device)
+    return progress, _carried(path, model, process_group)
 
 
 def read_progress(path: Path) -> Progress:
@@ -251,16 +257,16 @@ def load_model(path: Path) -> Any:
     with torch.device("meta"):
         model = Model(read_config(path))
     model = model.to_empty(device="cpu")
-    _read(path, _weights(model), World(torch.device("cpu")))
+    _read(path, _weights(model), ProcessGroup(torch.device("cpu")))
     return model
 
 
 def load_carried(path: Path) -> State | None:
     """Load the carried state of all rows of a checkpoint. None if rows carried no state."""
-    return _carried(path, load_model(path), World(torch.device("cpu")))
+    return _carried(path, load_model(path), ProcessGroup(torch.device("cpu")))
 
 
-def _read(path: Path, into: dict[str, Tensor], world: World) -> None:
+def _read(path: Path, into: dict[str, Tensor], process_group: ProcessGroup) -> None:
     """Fill the tensors of `into` in place from a checkpoint that any number of processes wrote."""
     if (path / PARTS).is_dir():
         import torch.distributed.checkpoint as dcp
@@ -271,7 +277,7 @@ def _read(path: Path, into: dict[str, Tensor], world: World) -> None:
                 reader = dcp.HuggingFaceStorageReader(str(path / PARTS))
                 stored = {current_name(name): name for name in reader.read_metadata().state_dict_metadata}
                 into = {stored.get(name, name): tensor for name, tensor in into.items()}
-                dcp.load(into, storage_reader=reader, no_dist=world.size == 1)
+                dcp.load(into, storage_reader=reader, no_dist=process_group.size == 1)
         return
     parts = (
         read_tensors(path / name, mapped=0).tensors for name in ("model.safetensors", "optimizer.safetensors")
@@ -282,7 +288,7 @@ def _read(path: Path, into: dict[str, Tensor], world: World) -> None:
         if name not in found or found[name].shape != tensor.shape:
             shape = list(found[name].shape) if name in found else "none"
             raise ValueError(f"{path}: {name}: expected a tensor {list(tensor.shape)}, got {shape}")
-        tensor.copy_(spread(found[name], tensor))
+        tensor.copy_(shard_like(found[name], tensor))
 
 
 @contextmanager
@@ -329,7 +335,7 @@ def _moments(model: TrainableModel, optimizer: torch.optim.Optimizer) -> dict[st
     return named
 
 
-def _carried(path: Path, model: TrainableModel, world: World) -> State | None:
+def _carried(path: Path, model: TrainableModel, process_group: ProcessGroup) -> State | None:
     """Load the carried state of this process's rows.
 
     Any number of processes may have written it. None if absent.
@@ -343,5 +349,5 @@ def _carried(path: Path, model: TrainableModel, world: World) -> State | None:
             tensors = read_tensors(part).tensors
             states.append(memfile.assemble_state(template, tensors, template.position.device))
     rows = State.concat(states)
-    own = len(rows.position) // world.size
-    return rows.rows(slice(world.rank * own, (world.rank + 1) * own))
+    own = len(rows.position) // process_group.size
+    return rows.rows(slice(process_group.rank * own, (process_group.rank + 1) * own))

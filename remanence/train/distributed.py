@@ -17,8 +17,8 @@ from remanence.runtime.device import resolve
 from remanence.train.trainable import TrainableModel
 
 
-class World(NamedTuple):
-    """The rank of this process and the number of processes.
+class ProcessGroup(NamedTuple):
+    """The processes of a training run, seen from one of them: its device and rank, and the number of processes.
 
     In a single process, collective calls do nothing.
     """
@@ -28,11 +28,11 @@ class World(NamedTuple):
     size: int = 1
 
     @property
-    def first(self) -> bool:
+    def is_first(self) -> bool:
         """Whether this is the process that writes files and logs."""
         return self.rank == 0
 
-    def total(self, *numbers: float) -> list[float]:
+    def sum_over_processes(self, *numbers: float) -> list[float]:
         """Return each number summed over all processes."""
         if self.size == 1:
             return list(numbers)
@@ -45,7 +45,7 @@ class World(NamedTuple):
 
         If it fails, all processes fail.
         """
-        self.run_on_all(act if self.first else lambda: None)
+        self.run_on_all(act if self.is_first else lambda: None)
 
     def run_on_all(self, act: Callable[[], object]) -> None:
         """Run `act` in every process.
@@ -57,7 +57,7 @@ class World(NamedTuple):
             act()
         except BaseException as error:
             failure = error
-        failed = self.total(float(failure is not None))[0]
+        failed = self.sum_over_processes(float(failure is not None))[0]
         if failure is not None:
             raise failure
         if failed:
@@ -65,27 +65,27 @@ class World(NamedTuple):
 
 
 @contextmanager
-def joined(device: str) -> Iterator[World]:
+def join_process_group(device: str) -> Iterator[ProcessGroup]:
     """Join the process group that `torchrun` started, if any, and leave it at the end."""
-    own = resolve(device)
+    this_device = resolve(device)
     size = int(os.environ.get("WORLD_SIZE", "1"))
     if size == 1:
-        yield World(own)
+        yield ProcessGroup(this_device)
         return
-    if own.type == "cuda":
-        own = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
-        torch.cuda.set_device(own)
-    ours = not dist.is_initialized()
-    if ours:
-        dist.init_process_group("nccl" if own.type == "cuda" else "gloo")
+    if this_device.type == "cuda":
+        this_device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+        torch.cuda.set_device(this_device)
+    is_new_group = not dist.is_initialized()
+    if is_new_group:
+        dist.init_process_group("nccl" if this_device.type == "cuda" else "gloo")
     try:
-        yield World(own, dist.get_rank(), dist.get_world_size())
+        yield ProcessGroup(this_device, dist.get_rank(), dist.get_world_size())
     finally:
-        if ours:
+        if is_new_group:
             dist.destroy_process_group()
 
 
-def shard(model: Model, world: World) -> Model:
+def shard(model: Model, process_group: ProcessGroup) -> Model:
     """Shard a model over all processes with FSDP2, block by block. In a single process, return it unchanged.
 
     Weights are gathered in float32; autocast decides what is computed in bfloat16. `cast_forward_inputs` is
@@ -93,7 +93,7 @@ def shard(model: Model, world: World) -> Model:
     methods `start`, `trace` and `logits` use weights outside of `forward`, so they are registered to gather
     the weights as well.
     """
-    if world.size == 1:
+    if process_group.size == 1:
         return model
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
@@ -101,7 +101,7 @@ def shard(model: Model, world: World) -> Model:
     # Parts of a state are views. Torch warns against changing them in place, which never happens.
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
     options: dict[str, Any] = {
-        "mesh": init_device_mesh(world.device.type, (world.size,)),
+        "mesh": init_device_mesh(process_group.device.type, (process_group.size,)),
         "mp_policy": MixedPrecisionPolicy(cast_forward_inputs=False),
     }
     for block in model.blocks:
@@ -119,17 +119,17 @@ def is_sharded(model: TrainableModel) -> bool:
 
 
 @torch.no_grad()
-def average_gradients(model: nn.Module, world: World) -> None:
+def average_gradients(model: nn.Module, process_group: ProcessGroup) -> None:
     """Replace gradients by their mean over all processes, for a model that every process holds in full.
 
     A parameter that has no gradient in any process keeps none, so that the optimizer skips it as in a single
     process.
     """
-    if world.size == 1:
+    if process_group.size == 1:
         return
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     present = torch.tensor([parameter.grad is not None for parameter in trained], dtype=torch.float32)
-    present = present.to(world.device)
+    present = present.to(process_group.device)
     dist.all_reduce(present)
     used = [parameter for parameter, count in zip(trained, present.tolist(), strict=True) if count]
     for dtype in sorted({parameter.dtype for parameter in used}, key=str):
@@ -137,7 +137,7 @@ def average_gradients(model: nn.Module, world: World) -> None:
         grads = [torch.zeros_like(each) if each.grad is None else each.grad for each in group]
         flat = torch.cat([grad.flatten() for grad in grads])
         dist.all_reduce(flat)
-        flat /= world.size
+        flat /= process_group.size
         for parameter, mean in zip(group, flat.split([each.numel() for each in group]), strict=True):
             parameter.grad = mean.view_as(parameter)
 
@@ -149,16 +149,16 @@ def reshard(model: nn.Module) -> None:
             module.reshard()  # type: ignore[operator]
 
 
-def gather_model(model: Any, world: World) -> TrainableModel | None:
+def gather_model(model: Any, process_group: ProcessGroup) -> TrainableModel | None:
     """Return the model with all its weights, in the first process. All processes must call it; the others get
     None.
 
     A sharded model is gathered into a copy on the CPU; any other model is returned itself.
     """
     if not is_sharded(model):
-        return model if world.first else None
-    gathered = {name: full(parameter.detach()).cpu() for name, parameter in model.named_parameters()}
-    if not world.first:
+        return model if process_group.is_first else None
+    gathered = {name: gather_tensor(parameter.detach()).cpu() for name, parameter in model.named_parameters()}
+    if not process_group.is_first:
         return None
     with torch.device("meta"):
         copy = Model(model.config)
@@ -167,14 +167,14 @@ def gather_model(model: Any, world: World) -> TrainableModel | None:
     return copy
 
 
-def full(tensor: Tensor) -> Tensor:
+def gather_tensor(tensor: Tensor) -> Tensor:
     """Return the full tensor if it is sharded over processes, by a collective call; otherwise the tensor
     itself.
     """
     return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
 
 
-def spread(value: Tensor, like: Tensor) -> Tensor:
+def shard_like(value: Tensor, like: Tensor) -> Tensor:
     """Move a full tensor to the device of `like`.
 
     If `like` is sharded, return this process's shard of the tensor.

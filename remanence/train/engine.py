@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from remanence.data import Batch
 from remanence.model import Model, State, Trace
 from remanence.train.config import TrainConfig
-from remanence.train.distributed import World, full
-from remanence.train.graphed import Graphed, cost_at, writing
+from remanence.train.distributed import ProcessGroup, gather_tensor
+from remanence.train.graphed import Graphed, write_cost_at, writing
 from remanence.train.initial_state import InitialState
 from remanence.train.loss import batch_loss, target_count
 from remanence.train.task import Gradients, TrainTask
@@ -66,7 +66,7 @@ def take_step(
     batches: Sequence[Any],
     state: State | None,
     number: int,
-    world: World | None = None,
+    process_group: ProcessGroup | None = None,
     initial_state: InitialState | None = None,
     *,
     graph: Graphed | None = None,
@@ -80,14 +80,16 @@ def take_step(
     `carried`. If `task` is None, the batches are tokens for language modelling. `number` is the step, counted
     from 0.
     """
-    world = world or World(model.device)
+    process_group = process_group or ProcessGroup(model.device)
     optimizer.zero_grad(set_to_none=True)
     if task is not None:
         found = task.gradients(model, batches, state, number, initial_state, graph, carried)
     else:
-        found = token_gradients(model, config, batches, state, number, world, initial_state, graph, carried)
-    gradient = full(nn.utils.clip_grad_norm_(model.parameters(), config.optimizer.clip))
-    loss_total, norm = world.total(float(found.loss))[0], float(gradient)
+        found = token_gradients(
+            model, config, batches, state, number, process_group, initial_state, graph, carried
+        )
+    gradient = gather_tensor(nn.utils.clip_grad_norm_(model.parameters(), config.optimizer.clip))
+    loss_total, norm = process_group.sum_over_processes(float(found.loss))[0], float(gradient)
     taken = isfinite(loss_total) and isfinite(norm)
     if taken:
         for group in optimizer.param_groups:
@@ -102,7 +104,7 @@ def token_gradients(
     batches: Sequence[Batch],
     state: State | None,
     number: int,
-    world: World,
+    process_group: ProcessGroup,
     initial_state: InitialState | None,
     graph: Graphed | None,
     carried: State | None,
@@ -114,9 +116,9 @@ def token_gradients(
     """
     targets_here = sum(target_count(batch) for batch in batches)
     tokens_here = sum(b.tokens.numel() if b.mask is None else int(b.mask.sum()) for b in batches)
-    count, tokens = world.total(targets_here, tokens_here)
+    count, tokens = process_group.sum_over_processes(targets_here, tokens_here)
     dense = all(bool((batch.targets >= 0).all()) for batch in batches)
-    cost = cost_at(config.write_cost, number, config.steps) if config.write_cost else None
+    cost = write_cost_at(config.write_cost, number, config.steps) if config.write_cost else None
     loss_here: Tensor | float = 0.0
     answers: list[Tensor] = []
     for part, batch in enumerate(batches):
@@ -129,11 +131,13 @@ def token_gradients(
             fresh = model.start(batch.tokens.shape[0] if batch.offsets is None else len(batch.offsets) - 1)
             state = initial_state.start(fresh, batch, number * config.accumulate + part)
         keep = config.carry or initial_state is not None
-        with torch.autocast(world.device.type, torch.bfloat16, enabled=config.precision == "bfloat16"):
-            loss, trace, known = batch_loss(model, batch, state, world.device, keep=keep, dense=dense)
+        with torch.autocast(
+            process_group.device.type, torch.bfloat16, enabled=config.precision == "bfloat16"
+        ):
+            loss, trace, known = batch_loss(model, batch, state, process_group.device, keep=keep, dense=dense)
             answers.append(known)
             loss = loss / max(1, count)
-            wanted = loss * world.size  # FSDP averages over processes, but the loss is a sum
+            wanted = loss * process_group.size  # FSDP averages over processes, but the loss is a sum
             if cost is not None:
                 wanted = wanted + cost / len(batches) * writing(trace, config.model.memory.threshold)
         wanted.backward()

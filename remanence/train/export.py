@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from remanence.inference import memfile
-from remanence.io.files import read_json, replacing_folder, sealed, write_json
+from remanence.io.files import add_digest, read_json, replacing_folder, write_json
 from remanence.io.outputs import make_folder
 from remanence.model import State
 from remanence.runtime.positions import positions_of
@@ -42,7 +42,7 @@ def save_model(model: TrainableModel, run: Path, folder: Path, trained: Mapping[
     if (run / "tokenizer").is_dir():
         load_tokenizer(run / "tokenizer").save(folder)
         trained = {**trained, TOKENIZER: True}
-    write_json(folder / TRAINED, sealed(trained))
+    write_json(folder / TRAINED, add_digest(trained))
 
 
 def trained_on(progress: Progress, config: TrainConfig) -> dict[str, object]:

@@ -21,7 +21,7 @@ from remanence.train import distributed, engine, text
 from remanence.train.carry import carry_in, carry_out
 from remanence.train.config import TrainConfig
 from remanence.train.data_config import CorpusData
-from remanence.train.distributed import World
+from remanence.train.distributed import ProcessGroup
 from remanence.train.graphed import Graphed, Graphs
 from remanence.train.initial_state import InitialState
 from remanence.train.loss import batch_loss, target_count
@@ -35,14 +35,16 @@ ELSEWHERE = 2**62
 """Combined (xor) with the 63-bit seed to generate validation rows that differ from the training rows."""
 
 
-def held_out_source(config: TrainConfig, rank: int, world: int) -> Source:
+def held_out_source(config: TrainConfig, rank: int, world_size: int) -> Source:
     """Return a source of held-out data of the run's kind, without a ramp or a curriculum.
 
     Raise an error if the config gives no held-out data and the kind of data cannot generate it.
     """
     data, held_out = config.data, getattr(config.data, "held_out", None)
     if held_out is None and data.kind == "text":
-        return text.held_out_source(config, config.batch // (config.accumulate * world), rank, world)
+        return text.held_out_source(
+            config, config.batch // (config.accumulate * world_size), rank, world_size
+        )
     generated = held_out is None and "path" not in data.field_names()
     if held_out is None and not generated:
         wanted = f"data of kind {data.kind!r} that is not trained on, for validate_every"
@@ -54,7 +56,9 @@ def held_out_source(config: TrainConfig, rank: int, world: int) -> Source:
         data = replace(data, path=held_out, held_out=None)
     seed = config.seed ^ ELSEWHERE if generated else config.seed
     try:
-        return make_source(replace(config, data=data, seed=seed, validate_every=0, stop_after=0), rank, world)
+        return make_source(
+            replace(config, data=data, seed=seed, validate_every=0, stop_after=0), rank, world_size
+        )
     except ValueError as error:
         problem = str(error).removeprefix("data: ").removeprefix("data.path: ")
         raise ValueError(f"data.held_out: {problem}") from None
@@ -65,10 +69,14 @@ class LanguageModeling:
 
     prefetch = True
 
-    def __init__(self, config: TrainConfig, world: World, source: Source | None = None) -> None:
-        self.config, self.world = config, world
-        self.source = source or make_source(config, world.rank, world.size)
-        self.held_out = held_out_source(config, world.rank, world.size) if config.validate_every else None
+    def __init__(
+        self, config: TrainConfig, process_group: ProcessGroup, source: Source | None = None
+    ) -> None:
+        self.config, self.process_group = config, process_group
+        self.source = source or make_source(config, process_group.rank, process_group.size)
+        self.held_out = (
+            held_out_source(config, process_group.rank, process_group.size) if config.validate_every else None
+        )
 
     def build_model(self, resumed: bool) -> Model:
         """Load the model of `init_from`, or return a new model if there is none or the run is resumed."""
@@ -77,13 +85,13 @@ class LanguageModeling:
         return Model.load(self.config.init_from, dtype=torch.float32)
 
     def shard(self, model: Model) -> Model:
-        return distributed.shard(model, self.world)
+        return distributed.shard(model, self.process_group)
 
     def stored_config(self, folder: Path, model: TrainableModel) -> ModelDescription:
         return read_config(folder)
 
     def captured_steps(self, model: Model, begins: bool) -> Graphs:
-        return Graphs(model, self.config, self.world, begins)
+        return Graphs(model, self.config, self.process_group, begins)
 
     def before_step(self, model: Model, carried: State | None, number: int) -> State | None:
         return carried
@@ -99,7 +107,7 @@ class LanguageModeling:
         carried: State | None,
     ) -> Gradients:
         return engine.token_gradients(
-            model, self.config, batches, state, number, self.world, initial_state, graph, carried
+            model, self.config, batches, state, number, self.process_group, initial_state, graph, carried
         )
 
     @torch.no_grad()
@@ -108,7 +116,7 @@ class LanguageModeling:
         validation.
         """
         assert self.held_out is not None, "there is one where validate_every is above 0"
-        device, carried, total, count = self.world.device, None, 0.0, 0.0
+        device, carried, total, count = self.process_group.device, None, 0.0, 0.0
         bfloat16 = self.config.precision == "bfloat16"
         model.eval()
         try:
@@ -123,7 +131,7 @@ class LanguageModeling:
         finally:
             model.train()
             distributed.reshard(model)
-        total, count = self.world.total(total, count)
+        total, count = self.process_group.sum_over_processes(total, count)
         return total / max(1.0, count)
 
 
@@ -154,7 +162,7 @@ class AttachedModeling(LanguageModeling):
     ) -> Gradients:
         """Compute the gradients of this process, and average them over all processes."""
         found = super().gradients(model, batches, state, number, initial_state, graph, carried)
-        distributed.average_gradients(model, self.world)
+        distributed.average_gradients(model, self.process_group)
         return found
 
     def stored_config(self, folder: Path, model: Any) -> Any:
@@ -171,12 +179,12 @@ class AttachedModeling(LanguageModeling):
         return None if carried is None else model.fit_window(carried)
 
 
-def make_task(config: TrainConfig, world: World, source: Source | None = None) -> TrainTask:
+def make_task(config: TrainConfig, process_group: ProcessGroup, source: Source | None = None) -> TrainTask:
     """Create the task of a run: the registered one of its kind of data, or else language modelling."""
     if config.data.kind in TASKS:
-        return TASKS[config.data.kind](config, world, source)
+        return TASKS[config.data.kind](config, process_group, source)
     attaches = config.init_from is not None and attached.is_attached(config.init_from)
-    return (AttachedModeling if attaches else LanguageModeling)(config, world, source)
+    return (AttachedModeling if attaches else LanguageModeling)(config, process_group, source)
 
 
 def resolve_start(config: TrainConfig) -> TrainConfig:

@@ -34,7 +34,7 @@ from remanence.train import checkpoint, engine
 from remanence.train.carry import carry_in, carry_out
 from remanence.train.checkpoint import Progress
 from remanence.train.config import TrainConfig
-from remanence.train.distributed import World, gather_model, joined, spread
+from remanence.train.distributed import ProcessGroup, gather_model, join_process_group, shard_like
 from remanence.train.engine import Step
 from remanence.train.export import run_config, save_model, trained_on
 from remanence.train.initial_state import make_initial_state
@@ -109,16 +109,16 @@ class Run:
         out = Path(out)
         config = run_config(out) if resume else resolve_config(config)
         with ExitStack() as resources:
-            world = resources.enter_context(joined(config.device))
+            process_group = resources.enter_context(join_process_group(config.device))
             if not resume:
-                world.run_on_rank0(lambda: check_free(out))
-            world.run_on_rank0(lambda: resources.enter_context(locked(out, "a training run")))
+                process_group.run_on_rank0(lambda: check_free(out))
+            process_group.run_on_rank0(lambda: resources.enter_context(locked(out, "a training run")))
             if not resume:  # another process may have used the folder before the lock was taken
-                world.run_on_rank0(lambda: check_free(out))
-                resources.enter_context(emptied_on_failure(out, world))
-            world.run_on_rank0(lambda: remove_leftovers(out))
-            run = cls(config, out, world, resume, source)
-            if world.device.type == "cuda" and run.task.prefetch:
+                process_group.run_on_rank0(lambda: check_free(out))
+                resources.enter_context(emptied_on_failure(out, process_group))
+            process_group.run_on_rank0(lambda: remove_leftovers(out))
+            run = cls(config, out, process_group, resume, source)
+            if process_group.device.type == "cuda" and run.task.prefetch:
                 run.prefetcher = resources.enter_context(closing(Prefetcher(run.source)))
             metrics = run._open_metrics(log)
             run.metrics = resources.enter_context(metrics) if metrics else None
@@ -126,34 +126,42 @@ class Run:
         return run
 
     def __init__(
-        self, config: TrainConfig, out: Path, world: World, resume: bool, source: Source | None = None
+        self,
+        config: TrainConfig,
+        out: Path,
+        process_group: ProcessGroup,
+        resume: bool,
+        source: Source | None = None,
     ) -> None:
         """Not meant to be called directly: use `open`, which first joins the process group."""
-        self.config, self.out, self.world = config, out, world
+        self.config, self.out, self.process_group = config, out, process_group
         self.metrics: Metrics | None = None
         self._resources = ExitStack()
         check_trackers(config.trackers)
-        self.task, self.initial_state = make_task(config, world, source), make_initial_state(config, world)
+        self.task, self.initial_state = (
+            make_task(config, process_group, source),
+            make_initial_state(config, process_group),
+        )
         self.source = self.task.source
         if source is None and not resume:
             check_tokenizer(config.init_from, tokenizer_of(self.source))
         self.prefetcher: Prefetcher | None = None
-        if config.graph and world.device.type != "cuda":
-            kind = world.device.type
+        if config.graph and process_group.device.type != "cuda":
+            kind = process_group.device.type
             raise ValueError(f"graph: expected None or false on {kind}, which has no CUDA graphs, got true")
         torch.manual_seed(config.seed)
         resumed = resume and bool(checkpoint.checkpoints(out / "checkpoints"))
-        self.model: Any = self.task.shard(self.task.build_model(resumed).to(world.device).train())
+        self.model: Any = self.task.shard(self.task.build_model(resumed).to(process_group.device).train())
         self.model.checkpointing = config.checkpointing
         if config.compile:
             engine.compile_parts(self.model)
         self.optimizer = engine.make_optimizer(self.model, config)
-        world.run_on_rank0(lambda: self._make_folder(resume))
+        process_group.run_on_rank0(lambda: self._make_folder(resume))
         self.progress, self.carried = self._load(resume)
-        self.validation = Validation(out, self.progress.step, config.stop_after, world)
+        self.validation = Validation(out, self.progress.step, config.stop_after, process_group)
         if not self.done:
             # The folder `model` exists if the run finished before and `steps` was then increased.
-            world.run_on_rank0(lambda: shutil.rmtree(out / "model", ignore_errors=True))
+            process_group.run_on_rank0(lambda: shutil.rmtree(out / "model", ignore_errors=True))
         self.graphs = self.task.captured_steps(self.model, self.initial_state is not None)
         self._clamped = clamped()  # the count of this process so far
 
@@ -170,7 +178,7 @@ class Run:
         with received_signals() as received:
             while not self.done:
                 ends = bool(received & {"SIGTERM", "SIGINT"})
-                stop, samples = self.world.total(ends, "SIGUSR1" in received)
+                stop, samples = self.process_group.sum_over_processes(ends, "SIGUSR1" in received)
                 if stop:
                     break
                 if samples:
@@ -190,12 +198,12 @@ class Run:
         batches = [
             (self.prefetcher or self.source).step(index) for index in range(first, first + config.accumulate)
         ]
-        graph, state = self.graphs.of(batches, self.carried), None
+        graph, state = self.graphs.select_graph(batches, self.carried), None
         if graph is None and config.carry:
             state = carry_in(self.model, self.carried, batches[0], self.initial_state, number)
         initial_state = None if config.carry else self.initial_state
         step = engine.take_step(
-            self.model, self.optimizer, config, batches, state, number, self.world, initial_state,
+            self.model, self.optimizer, config, batches, state, number, self.process_group, initial_state,
             graph=graph, carried=self.carried, task=self.task,
         )  # fmt: skip
         if self.initial_state is not None and step.taken:
@@ -222,7 +230,7 @@ class Run:
             self.metrics.flush()
         where = self.out / "checkpoints"
         parts = self.model, self.optimizer, self.progress, self.carried
-        checkpoint.save(where, *parts, self.config, self.world, self.initial_state)
+        checkpoint.save(where, *parts, self.config, self.process_group, self.initial_state)
 
     @torch.no_grad()
     def sample(self) -> None:
@@ -240,7 +248,7 @@ class Run:
             line["error"] = str(error)
         finally:
             self.model.train()
-        if self.world.first:
+        if self.process_group.is_first:
             with (self.out / "samples.jsonl").open("a", encoding="utf-8") as file:
                 file.write(json.dumps(line, ensure_ascii=False) + "\n")
 
@@ -255,7 +263,7 @@ class Run:
         if not self.done:
             return
         self.validation.restore(self.model)
-        if (model := gather_model(self.model, self.world)) is not None:
+        if (model := gather_model(self.model, self.process_group)) is not None:
             shutil.rmtree(self.out / "model", ignore_errors=True)
             with replacing_folder(self.out / "model") as folder:
                 save_model(model, self.out, folder, trained_on(self.progress, self.config))
@@ -294,7 +302,7 @@ class Run:
             return Progress(), None
         try:
             progress, carried = checkpoint.load(
-                found[-1], self.model, self.optimizer, self.world, self.initial_state,
+                found[-1], self.model, self.optimizer, self.process_group, self.initial_state,
                 stored_config=self.task.stored_config,
             )  # fmt: skip
             self._check_config(checkpoint.saved_config(found[-1]), carried)
@@ -314,15 +322,15 @@ class Run:
         Raise an error if the run cannot continue.
         """
         config = self.config
-        rows = config.batch // (config.accumulate * self.world.size)
+        rows = config.batch // (config.accumulate * self.process_group.size)
         staged = bool(config.data.stages)  # with stages, the number of rows changes during the run
         if carried is not None and not staged and len(carried.position) != rows:
-            had = len(carried.position) * config.accumulate * self.world.size
+            had = len(carried.position) * config.accumulate * self.process_group.size
             raise OtherConfigError(
                 f"batch: expected {had}, the rows whose memories the checkpoint carries, got {config.batch}"
             )
         changed = [] if saved is None else list(differences(_current(saved), _plain(config)))
-        if changed and self.world.first:
+        if changed and self.process_group.is_first:
             listed = ", ".join(f"{name} {before!r} -> {now!r}" for name, before, now in changed)
             warnings.warn(f"{self.out / 'config.json'}: changed since the checkpoint: {listed}", stacklevel=2)
 
@@ -337,7 +345,7 @@ class Run:
         # Read the rows of all processes, so that every process gets the same counts.
         source = SOURCES[config.data.kind](config, config.batch, 0, 1)
         counted = unigrams(corpus(source), config.model.vocab_size)
-        table.copy_(spread(counted.to(table.dtype), table))
+        table.copy_(shard_like(counted.to(table.dtype), table))
 
     def _open_metrics(self, log: Log | None) -> Metrics | None:
         """Open the metrics in the first process, which writes them for all.
@@ -345,8 +353,8 @@ class Run:
         Return None in the other processes.
         """
         opened: list[Metrics] = []
-        about = self.out, self.config, self.progress, log, self.world.device
-        self.world.run_on_rank0(lambda: opened.append(Metrics(*about)))
+        about = self.out, self.config, self.progress, log, self.process_group.device
+        self.process_group.run_on_rank0(lambda: opened.append(Metrics(*about)))
         return opened[0] if opened else None
 
     def _count(self, step: Step) -> None:
@@ -374,13 +382,13 @@ class Run:
         if at % self.config.log_every and at != self.config.steps and validation is None:
             return
         before, self._clamped = self._clamped, clamped()
-        summed = int(self.world.total(self._clamped - before)[0])
+        summed = int(self.process_group.sum_over_processes(self._clamped - before)[0])
         if self.metrics:
-            self.metrics.write(self.progress, step, self.world.size, summed, validation)
+            self.metrics.write(self.progress, step, self.process_group.size, summed, validation)
 
     def _give_up(self, batches: list[Batch]) -> None:
         """Save the batches of the failed step to a file, and raise `TrainingError`."""
-        rank = f"-{self.world.rank}" if self.world.size > 1 else ""
+        rank = f"-{self.process_group.rank}" if self.process_group.size > 1 else ""
         bad = self.out / f"bad-batch{rank}.safetensors"
         write_tensors(bad, _replayable(batches), {"step": str(self.progress.step - 1)})
         count = self.progress.skipped_in_a_row

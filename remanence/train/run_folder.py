@@ -9,14 +9,14 @@ from pathlib import Path
 
 from remanence.io.files import remove_leftovers
 from remanence.tokenizers.tokens import Tokenizer, load_tokenizer
-from remanence.train.distributed import World
+from remanence.train.distributed import ProcessGroup
 
 PROBE = "It was 1851, and the whale - précisément - 10,000 miles away; \t'Nobody' knew."
 """A text for which two different tokenizers probably return different tokens."""
 
 
 @contextmanager
-def emptied_on_failure(out: Path, world: World) -> Iterator[None]:
+def emptied_on_failure(out: Path, process_group: ProcessGroup) -> Iterator[None]:
     """Empty the folder if a run fails to start, so that it can be tried again.
 
     A run that has metrics is kept.
@@ -24,7 +24,7 @@ def emptied_on_failure(out: Path, world: World) -> Iterator[None]:
     try:
         yield
     except BaseException:
-        if world.first and not (out / "metrics.jsonl").exists():
+        if process_group.is_first and not (out / "metrics.jsonl").exists():
             for path in out.iterdir():
                 shutil.rmtree(path) if path.is_dir() else path.unlink()
         raise

@@ -12,7 +12,7 @@ import torch
 
 from remanence.data import Batch, Documents, Packed, Tokens
 from remanence.data.texts import Texts
-from remanence.io.files import read_json, sealed, write_json
+from remanence.io.files import add_digest, read_json, write_json
 from remanence.io.shipped import resolve_model_path
 from remanence.runtime.choices import check_choice
 from remanence.tasks.babilong import ALL, Babilong, read_stories
@@ -100,7 +100,7 @@ def check_corpus(source: Source, run: Path) -> None:
             f"that one again, or remove {note} to go on with this one"
         )
     if found is not None and not note.is_file():
-        write_json(note, sealed({"corpus": found}))
+        write_json(note, add_digest({"corpus": found}))
 
 
 def _shards(config: TrainConfig) -> Tokens:
@@ -122,34 +122,34 @@ def check_vocabulary(config: TrainConfig, owner: str, needed: int) -> None:
         raise ValueError(f"model.vocab_size: expected at least the {owner}'s {needed}, got {present}")
 
 
-def _packed(config: TrainConfig, batch: int, rank: int, world: int) -> Source:
+def _packed(config: TrainConfig, batch: int, rank: int, world_size: int) -> Source:
     """Make the source of the kind `packed`. For the arguments of these functions, see `register_data`."""
-    return Packed(_shards(config), config.data.length, batch, config.seed, rank, world)
+    return Packed(_shards(config), config.data.length, batch, config.seed, rank, world_size)
 
 
-def _documents(config: TrainConfig, batch: int, rank: int, world: int) -> Source:
+def _documents(config: TrainConfig, batch: int, rank: int, world_size: int) -> Source:
     """Make the source of the kind `documents`."""
-    return Documents(_shards(config), config.data.length, batch, config.seed, rank, world)
+    return Documents(_shards(config), config.data.length, batch, config.seed, rank, world_size)
 
 
-def _text(config: TrainConfig, batch: int, rank: int, world: int) -> Source:
+def _text(config: TrainConfig, batch: int, rank: int, world_size: int) -> Source:
     """Make the source of the kind `text`."""
-    source = text.source(config, batch, rank, world)
+    source = text.source(config, batch, rank, world_size)
     check_vocabulary(config, "text", source.data.vocabulary)
     return source
 
 
-def _facts(config: TrainConfig, batch: int, rank: int, world: int) -> Source:
+def _facts(config: TrainConfig, batch: int, rank: int, world_size: int) -> Source:
     """Make the source of the kind `facts`."""
     data = config.data
     assert isinstance(data, FactsData)
     ramp = data.distance_ramp * config.accumulate  # the source counts the parts of steps
     return Facts(
-        _shards(config), data.length, batch, data.weight, ramp, config.seed, rank, world, data.answer_end
+        _shards(config), data.length, batch, data.weight, ramp, config.seed, rank, world_size, data.answer_end
     )
 
 
-def _fact_dialogues(config: TrainConfig, batch: int, rank: int, world: int) -> Source:
+def _fact_dialogues(config: TrainConfig, batch: int, rank: int, world_size: int) -> Source:
     """Make the source of the kind `fact_dialogues`."""
     data = config.data
     assert isinstance(data, FactDialoguesData)
@@ -158,26 +158,26 @@ def _fact_dialogues(config: TrainConfig, batch: int, rank: int, world: int) -> S
     return FactDialogues(
         _shards(config), lengths, batch * data.length, config.steps * config.accumulate,
         facts=data.pairs, share=data.share, weight=data.weight, distance_ramp=ramp,
-        seed=config.seed, rank=rank, world=world,
+        seed=config.seed, rank=rank, world_size=world_size,
     )  # fmt: skip
 
 
-def _recall(config: TrainConfig, batch: int, rank: int, world: int) -> Source:
+def _recall(config: TrainConfig, batch: int, rank: int, world_size: int) -> Source:
     """Make the source of the kind `recall`."""
     data = config.data
     assert isinstance(data, RecallData)
     kinds = {"keys": data.keys, "noise": data.noise}
-    source = Recall(data.length, batch, data.pairs, data.rounds, config.seed, rank, world, **kinds)
+    source = Recall(data.length, batch, data.pairs, data.rounds, config.seed, rank, world_size, **kinds)
     check_vocabulary(config, "task", source.vocabulary)
     return source
 
 
-def _needle(config: TrainConfig, batch: int, rank: int, world: int) -> Source:
+def _needle(config: TrainConfig, batch: int, rank: int, world_size: int) -> Source:
     """Make the source of the kind `needle`."""
     assert isinstance(config.data, NeedleData)
     if config.model.vocab_size < 256:
         raise ValueError(f"model.vocab_size: expected at least 256, for bytes, got {config.model.vocab_size}")
-    return Needle(config.data.length, batch, config.data.pairs, config.seed, rank, world)
+    return Needle(config.data.length, batch, config.data.pairs, config.seed, rank, world_size)
 
 
 def model_folder(init_from: str) -> Path:
@@ -188,7 +188,7 @@ def model_folder(init_from: str) -> Path:
     return folder
 
 
-def _babilong(config: TrainConfig, batch: int, rank: int, world: int) -> Source:
+def _babilong(config: TrainConfig, batch: int, rank: int, world_size: int) -> Source:
     """Make the source of the kind `babilong`: a `Curriculum` if the config has one, else a `Babilong`."""
     data = config.data
     assert isinstance(data, BabilongData)
@@ -202,13 +202,15 @@ def _babilong(config: TrainConfig, batch: int, rank: int, world: int) -> Source:
     stories = {task: read_stories("data.path", data.path, task, "train") for task in data.tasks}
     books = Texts("data.books", data.books, "a text to hide stories in: a file, a folder or hf:NAME")
     if not data.curriculum:
-        return Babilong(stories, books.sentences(), tokenizer, data.length, batch, config.seed, rank, world)
+        return Babilong(
+            stories, books.sentences(), tokenizer, data.length, batch, config.seed, rank, world_size
+        )
     about = data.curriculum, batch * data.length, config.steps * config.accumulate, config.seed, rank
     return Curriculum(stories, books.sentences(), tokenizer, *about)
 
 
 Factory = Callable[[TrainConfig, int, int, int], Source]
-"""A function ``(config, batch, rank, world)`` that makes a source; `batch` is the number of rows of one
+"""A function ``(config, batch, rank, world_size)`` that makes a source; `batch` is the number of rows of one
 process.
 """
 
@@ -231,19 +233,19 @@ SOURCES: Registry[Factory] = Registry(
 def register_data(config: type[DataConfig], source: Factory) -> None:
     """Register a new kind of data: its dataclass, and the function that makes its source of batches.
 
-    ``source(config, batch, rank, world)`` returns an object with a method ``step(number)``, which returns the
-    `remanence.data.Batch` of a step: the `batch` rows of process `rank` out of `world` processes.
+    ``source(config, batch, rank, world_size)`` returns an object with a method ``step(number)``, which returns the
+    `remanence.data.Batch` of a step: the `batch` rows of process `rank` out of `world_size` processes.
     """
     DATA_KINDS[config.kind] = config
     SOURCES[config.kind] = source
 
 
-def make_source(config: TrainConfig, rank: int = 0, world: int = 1) -> Source:
+def make_source(config: TrainConfig, rank: int = 0, world_size: int = 1) -> Source:
     """Make the source of batches of one process of a run. Raise an error if the config does not allow it."""
-    shares = config.accumulate * world
+    shares = config.accumulate * world_size
     if config.batch % shares:
         raise ValueError(
             f"batch: expected a multiple of accumulate x processes = {shares}, got {config.batch}"
         )
     check_choice("data.kind", config.data.kind, SOURCES)
-    return SOURCES[config.data.kind](config, config.batch // shares, rank, world)
+    return SOURCES[config.data.kind](config, config.batch // shares, rank, world_size)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from remanence.model import State, Trace
 from remanence.train.config import TrainConfig
-from remanence.train.distributed import World
+from remanence.train.distributed import ProcessGroup
 from remanence.train.initial_state import InitialState
 from remanence.train.sources import Source
 from remanence.train.trainable import ModelDescription
@@ -34,7 +34,7 @@ class Gradients(NamedTuple):
 class Steps(Protocol):
     """Chooses which steps are replayed as a CUDA graph."""
 
-    def of(self, batches: Any, carried: State | None) -> Any:
+    def select_graph(self, batches: Any, carried: State | None) -> Any:
         """Return the argument `graph` of `TrainTask.gradients` for a step, or None if the step is not
         captured.
         """
@@ -45,7 +45,7 @@ class TrainTask(Protocol):
     """The part of a training run that depends on the kind of data. To add a task, enter it in `TASKS` by
     ``data.kind``.
 
-    A run creates its task as ``Task(config, world, source)``. If `source` is not None, it replaces the source
+    A run creates its task as ``Task(config, process_group, source)``. If `source` is not None, it replaces the source
     that the config names.
 
     Attributes:
@@ -56,7 +56,9 @@ class TrainTask(Protocol):
     source: Source
     prefetch: bool
 
-    def __init__(self, config: TrainConfig, world: World, source: Source | None = None) -> None: ...
+    def __init__(
+        self, config: TrainConfig, process_group: ProcessGroup, source: Source | None = None
+    ) -> None: ...
 
     def build_model(self, resumed: bool) -> Any:
         """Return the model before the first step.

@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 
 from remanence.io.tensors import read_tensors, write_tensors
-from remanence.train.distributed import World, full, spread
+from remanence.train.distributed import ProcessGroup, gather_tensor, shard_like
 from remanence.train.trainable import TrainableModel
 
 BEST = "best.safetensors"
@@ -22,8 +22,14 @@ BEST = "best.safetensors"
 class Validation:
     """The validation losses of a run, up to the step that it resumes from."""
 
-    def __init__(self, run: Path, step: int, stop_after: int, world: World | None = None) -> None:
-        self.path, self.stop_after, self.world = run / BEST, stop_after, world or World(torch.device("cpu"))
+    def __init__(
+        self, run: Path, step: int, stop_after: int, process_group: ProcessGroup | None = None
+    ) -> None:
+        self.path, self.stop_after, self.process_group = (
+            run / BEST,
+            stop_after,
+            process_group or ProcessGroup(torch.device("cpu")),
+        )
         self.history: list[tuple[int, float]] = []
         lines = run / "metrics.jsonl"
         for line in (
@@ -59,8 +65,10 @@ class Validation:
         value = value if isfinite(value) else inf
         self.history.append((step, value))
         if self.best == (step, value) and isfinite(value):
-            weights = {name: full(parameter.detach()) for name, parameter in model.saved_parameters()}
-            self.world.run_on_rank0(lambda: write_tensors(self.path, weights, {"step": str(step)}))
+            weights = {
+                name: gather_tensor(parameter.detach()) for name, parameter in model.saved_parameters()
+            }
+            self.process_group.run_on_rank0(lambda: write_tensors(self.path, weights, {"step": str(step)}))
 
     @torch.no_grad()
     def restore(self, model: TrainableModel) -> None:
@@ -70,4 +78,4 @@ class Validation:
         stored = read_tensors(self.path)
         if stored.metadata.get("step") == str(self.best[0]):
             for name, parameter in model.saved_parameters():
-                parameter.copy_(spread(stored.tensors[name].to(parameter.dtype), parameter))
+                parameter.copy_(shard_like(stored.tensors[name].to(parameter.dtype), parameter))

@@ -190,7 +190,7 @@ class TestPacked:
 
     def test_two_processes_read_what_one_reads(self, data):
         one = Packed(data, 16, 4)
-        two = [Packed(data, 16, 2, rank=rank, world=2) for rank in range(2)]
+        two = [Packed(data, 16, 2, rank=rank, world_size=2) for rank in range(2)]
         for n in range(one.per_epoch):
             assert torch.equal(one.step(n).tokens, torch.cat([each.step(n).tokens for each in two], 1))
 
@@ -219,7 +219,7 @@ class TestDocuments:
 
     def test_any_step_again_on_any_number_of_processes(self, data):
         one = Documents(data, 16, 4)
-        two = [Documents(data, 16, 2, rank=rank, world=2) for rank in range(2)]
+        two = [Documents(data, 16, 2, rank=rank, world_size=2) for rank in range(2)]
         for n in (0, 7, 150, 31):
             for part in ("tokens", "targets", "mask", "begins"):
                 parts = torch.cat([getattr(each.step(n), part) for each in two])

@@ -22,7 +22,7 @@ import pytest
 
 from remanence import cli
 from remanence.data import Tokens, prepare, shards, streams
-from remanence.data.shards import Room, cut_shard, write_shard
+from remanence.data.shards import RemainingLimit, truncate_shard, write_shard
 
 pa = pytest.importorskip("pyarrow")
 pq = pytest.importorskip("pyarrow.parquet")
@@ -143,18 +143,27 @@ class TestShards:
         assert np.fromfile(tmp_path / "s.ends", "<i8").tolist() == [100_001 * n for n in range(1, 51)]
 
     @pytest.mark.parametrize(
-        "room", [Room(25), Room(24), Room(None, 3), Room(25, 1), Room(3), Room(4), Room(9)]
+        "room",
+        [
+            RemainingLimit(25),
+            RemainingLimit(24),
+            RemainingLimit(None, 3),
+            RemainingLimit(25, 1),
+            RemainingLimit(3),
+            RemainingLimit(4),
+            RemainingLimit(9),
+        ],
     )
     @pytest.mark.parametrize("block", [4, 12, shards.BLOCK])
     def test_a_shard_cut_is_one_that_had_no_room(self, tmp_path, monkeypatch, room, block):
         monkeypatch.setattr(shards, "BLOCK", block)
         texts = [[[1, 2, 3]], None, [[4] * 4], [], [[5] * 5, [6] * 5], [[7]]]
         whole, cut = (write_shard(tmp_path, name, texts, np.dtype("<u4"), end=9) for name in ("whole", "cut"))
-        made = write_shard(tmp_path, "made", texts, np.dtype("<u4"), end=9, room=room)
-        if room.holds(whole["tokens"], whole["documents"]):
+        made = write_shard(tmp_path, "made", texts, np.dtype("<u4"), end=9, remaining=room)
+        if room.allows(whole["tokens"], whole["documents"]):
             assert made == whole | {"name": "made"}
             return
-        cut = cut_shard(tmp_path, cut, np.dtype("<u4"), room)
+        cut = truncate_shard(tmp_path, cut, np.dtype("<u4"), room)
         assert {**cut, "name": "made", "rows": 0, "nulls": 0} == {**made, "rows": 0, "nulls": 0}
         for suffix in (".bin", ".ends"):
             assert (tmp_path / f"cut{suffix}").read_bytes() == (tmp_path / f"made{suffix}").read_bytes()

@@ -24,7 +24,7 @@ from rich.table import Table
 
 from remanence import Model, attach, cli
 from remanence.cli.evaluate import table
-from remanence.evaluate import TASKS, Subject, bookmark, provenance, subject
+from remanence.evaluate import TASKS, Subject, checkpoint, provenance, subject
 from remanence.evaluate import run as run_module
 from remanence.evaluate.run import Journal, commit, write_rows
 from remanence.evaluate.task import Row, configured, perplexity, share, wilson
@@ -223,11 +223,11 @@ def test_rows_tell_where_earlier_units_were_measured(home, run, monkeypatch):
 
 def test_a_journal_forgets_what_is_damaged_and_is_one_evaluations(tmp_path):
     path = tmp_path / "j"
-    Journal(path, {"model": 1}).keep({"length": 1024}, {"loss": 2.5})
+    Journal(path, {"model": 1}).record({"length": 1024}, {"loss": 2.5})
     path.write_text(path.read_text().replace("2.5", "1.5"))
     assert Journal(path, {"model": 1}).find({"length": 1024}) is None
     path.write_text('{"own')  # killed inside of the first line
-    Journal(path, {"model": 1}).keep({"length": 1024}, {"loss": 2.5})
+    Journal(path, {"model": 1}).record({"length": 1024}, {"loss": 2.5})
     assert Journal(path, {"model": 1}).find({"length": 1024}) == {"loss": 2.5}
     with (
         locked_file(path, "another evaluation"),
@@ -239,7 +239,7 @@ def test_a_journal_forgets_what_is_damaged_and_is_one_evaluations(tmp_path):
 
 def test_a_journal_returns_what_it_was_given(tmp_path):
     unit, result = {"depth": 0.5, "name": "é"}, {"log": -1.25e-17, "said": "x\ny"}
-    Journal(tmp_path / "j", {"model": 1}).keep(unit, result)
+    Journal(tmp_path / "j", {"model": 1}).record(unit, result)
     assert Journal(tmp_path / "j", {"model": 1}).find(dict(reversed(unit.items()))) == result
     assert Journal(tmp_path / "j", {"model": 1}).find({**unit, "depth": 0.6}) is None
 
@@ -415,7 +415,7 @@ def test_a_unit_of_hours_goes_on_in_its_middle(home, monkeypatch, task, variant)
     bit.
     """
     saved(home / "m", variant)
-    monkeypatch.setattr(bookmark, "EVERY", 0.0)
+    monkeypatch.setattr(checkpoint, "SAVE_INTERVAL", 0.0)
     monkeypatch.setattr(subject, "PIECE", 128)
     monkeypatch.setattr("remanence.inference.reader.PIECE", 128)
     lines = [{"text": TEXT * 2}, {"text": "é" + TEXT * 3}]
@@ -446,11 +446,11 @@ def test_a_unit_of_hours_goes_on_in_its_middle(home, monkeypatch, task, variant)
     assert not (home / "r.bookmark.mem").exists()
 
 
-def test_a_bookmark_of_another_text_is_not_taken_up(home, monkeypatch):
-    monkeypatch.setattr(bookmark, "EVERY", 0.0)
+def test_a_checkpoint_of_another_text_is_not_taken_up(home, monkeypatch):
+    monkeypatch.setattr(checkpoint, "SAVE_INTERVAL", 0.0)
     one, other = (np.frombuffer((TEXT + name).encode(), np.uint8) for name in "ab")
     read = Subject.load(home / "m", torch.device("cpu"))
-    read.bookmark = bookmark.Bookmark(home / "b.mem")
+    read.checkpoint = checkpoint.ReadingCheckpoint(home / "b.mem")
     seen = []
     read.on_tokens = seen.append
     read.read([one])

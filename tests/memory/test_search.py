@@ -79,7 +79,7 @@ class TestExact:
         state, q = stored(1, 4, 1, 2), queries(1, 3, 1, 2)
         with pytest.raises(ValueError, match="k: expected between 1 and the store's size of 4, got 5"):
             exact(q, state, 5, torch.zeros(1, 3))
-        with pytest.raises(ValueError, match="limit: expected shape"):
+        with pytest.raises(ValueError, match="max_position: expected shape"):
             exact(q, state, 2, torch.zeros(1, 2))
         with pytest.raises(ValueError, match="q: expected rows, heads and width"):
             exact(queries(1, 3, 2, 2), state, 2, torch.zeros(1, 3))

@@ -156,7 +156,7 @@ def test_steps_are_made_again_and_dealt_to_processes(books):
     one = Facts(books, 1024, 4, 0.1, 20, seed=5)
     kept = [one.step(number) for number in range(30)]
     again = Facts(books, 1024, 4, 0.1, 20, seed=5).step(29)  # without the steps before, as after a resumption
-    two = [Facts(books, 1024, 2, 0.1, 20, seed=5, rank=rank, world=2).step(29) for rank in range(2)]
+    two = [Facts(books, 1024, 2, 0.1, 20, seed=5, rank=rank, world_size=2).step(29) for rank in range(2)]
     for name in ("tokens", "targets", "begins", "weights"):
         wanted = getattr(kept[29], name)
         assert torch.equal(wanted, getattr(again, name))

@@ -37,7 +37,7 @@ def test_steps_are_made_again_and_dealt_to_processes():
     one = Recall(64, 4, 8, 2, seed=3)
     assert torch.equal(one.step(5).tokens, Recall(64, 4, 8, 2, seed=3).step(5).tokens)
     assert not torch.equal(one.step(5).tokens, one.step(6).tokens)
-    two = [Recall(64, 2, 8, 2, seed=3, rank=rank, world=2) for rank in range(2)]
+    two = [Recall(64, 2, 8, 2, seed=3, rank=rank, world_size=2) for rank in range(2)]
     assert torch.equal(one.step(5).tokens, torch.cat([each.step(5).tokens for each in two]))
 
 
@@ -74,7 +74,7 @@ def test_the_needle_is_there_once_and_the_length_is_exact(length, pairs):
 
 def test_needles_are_dealt_to_processes_and_must_fit():
     one = Needle(200, 4, 2, seed=3)
-    two = [Needle(200, 2, 2, seed=3, rank=rank, world=2) for rank in range(2)]
+    two = [Needle(200, 2, 2, seed=3, rank=rank, world_size=2) for rank in range(2)]
     assert torch.equal(one.step(5).tokens, torch.cat([each.step(5).tokens for each in two]))
     assert not torch.equal(one.step(5).tokens, one.step(6).tokens)
     with pytest.raises(
@@ -90,16 +90,16 @@ DIGESTS = {"recall": "59843bec177929ac", "needle": "444420adebb9d257", "babilong
 
 def drawn(kind):
     if kind == "recall":
-        return Recall(64, 3, 4, 3, seed=7, rank=1, world=2, keys=5, noise=3)
+        return Recall(64, 3, 4, 3, seed=7, rank=1, world_size=2, keys=5, noise=3)
     if kind == "needle":
-        return Needle(300, 3, 4, seed=7, rank=1, world=2)
+        return Needle(300, 3, 4, seed=7, rank=1, world_size=2)
     facts = [f"Mary went to the {name}." for name in ("hallway", "kitchen", "garden")]
     stories = [
         Story(facts[: n + 1], "Where is Mary?", name)
         for n, name in enumerate(("hallway", "kitchen", "garden"))
     ]
     book = [f"It was the {n}th day of the long journey." for n in range(99)]
-    return Babilong({"qa1": stories}, book, ByteTokenizer(), 256, 3, seed=7, rank=1, world=2)
+    return Babilong({"qa1": stories}, book, ByteTokenizer(), 256, 3, seed=7, rank=1, world_size=2)
 
 
 @pytest.mark.parametrize("kind", DIGESTS)

@@ -12,7 +12,7 @@ from damage import damage
 from runs import config, losses
 
 from remanence.data import prepare
-from remanence.io.files import read_json, sealed, write_json
+from remanence.io.files import add_digest, read_json, write_json
 from remanence.io.migrations import first_fields
 from remanence.model import Model
 from remanence.train import DataConfig, Run, fit
@@ -97,11 +97,11 @@ def test_renamed_fields_are_not_reported_as_changes(tmp_path, recwarn):
     assert first["begin"] == "passed" and "horizon" in first["data"]
     progress = run / "checkpoints" / "00000002" / "progress.json"
     write_json(run / "config.json", first)
-    write_json(progress, sealed({**read_json(progress), "config": first}))
+    write_json(progress, add_digest({**read_json(progress), "config": first}))
     fit(None, run, resume=True)
     assert max(losses(run)) == 4
     assert not [each for each in recwarn if "changed" in str(each.message)]
-    write_json(progress, sealed({**read_json(progress), "config": {**first, "stop_after": 2}}))
+    write_json(progress, add_digest({**read_json(progress), "config": {**first, "stop_after": 2}}))
     shutil.rmtree(run / "checkpoints" / "00000004")
     with pytest.warns(UserWarning, match="stop_after 2 -> 0"):  # refused now, and corrected in config.json
         fit(None, run, resume=True)

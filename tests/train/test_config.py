@@ -121,7 +121,7 @@ class Counting(DataConfig):
 
 
 class CountingSource:
-    def __init__(self, config, batch, rank, world):
+    def __init__(self, config, batch, rank, world_size):
         self.data, self.batch = config.data, batch
 
     def step(self, number):

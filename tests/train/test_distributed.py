@@ -22,7 +22,7 @@ from remanence.config import change
 from remanence.testing import assert_close
 from remanence.train import DataConfig, export, fit
 from remanence.train.checkpoint import checkpoints
-from remanence.train.distributed import World, full, shard
+from remanence.train.distributed import ProcessGroup, gather_tensor, shard
 
 pytestmark = [
     pytest.mark.slow,
@@ -144,11 +144,11 @@ def test_two_processes_are_one_and_take_up_each_others_checkpoints(tmp_path, sha
 def look(folder):
     """In bfloat16 by autocast: the dtypes of the state, and that methods beside forward meet whole weights."""
     rank = dist.get_rank()
-    world = World(torch.device("cpu"), rank, 2)
+    process_group = ProcessGroup(torch.device("cpu"), rank, 2)
     torch.manual_seed(0)
     plain = Model(config("mac").model)
     torch.manual_seed(0)
-    spread = shard(Model(config("mac").model), world)
+    spread = shard(Model(config("mac").model), process_group)
     x = torch.arange(20).view(1, 20) % 257
     with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
         told = spread(x, spread.start(1))
@@ -159,7 +159,7 @@ def look(folder):
     assert torch.equal(told[0], truth)
     assert torch.equal(again.hidden, later.hidden)
     for name, parameter in spread.named_parameters():
-        assert torch.equal(full(parameter.detach()), dict(plain.named_parameters())[name])
+        assert torch.equal(gather_tensor(parameter.detach()), dict(plain.named_parameters())[name])
     Path(folder, f"looked-{rank}").touch()
 
 

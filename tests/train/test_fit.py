@@ -426,11 +426,11 @@ class TestWhatReviewersFound:
         )
         entered, real = [], engine.take_step
 
-        def stumbles(model, optimizer, given, batches, state, number, world, begin, **more):
+        def stumbles(model, optimizer, given, batches, state, number, process_group, begin, **more):
             entered.append((batches[0].begins.tolist(), state.position.tolist()))
             if number in (2, 3):
                 model.logits = lambda hidden: Model.logits(model, hidden) * float("nan")
-            step = real(model, optimizer, given, batches, state, number, world, begin, **more)
+            step = real(model, optimizer, given, batches, state, number, process_group, begin, **more)
             model.__dict__.pop("logits", None)
             if number == 5:
                 memory = step.trace.state.blocks[0].memory

@@ -15,11 +15,11 @@ from remanence.testing import assert_close
 from remanence.train import DataConfig, engine, fit, override, run_config
 from remanence.train.carry import carry_in
 from remanence.train.checkpoint import checkpoints
-from remanence.train.distributed import World
+from remanence.train.distributed import ProcessGroup
 from remanence.train.initial_state import make_initial_state
 from remanence.train.sources import SOURCES
 
-HERE = World(torch.device("cpu"))
+HERE = ProcessGroup(torch.device("cpu"))
 NOISE = ("--initial_state=noise", "--initial_state_share=0.75")
 KINDS = ("recall", "packed", "documents", "carried")
 
@@ -128,7 +128,7 @@ def test_a_share_of_the_documents_begins_elsewhere(shards):
     batch = SOURCES["recall"](given, 4, 0, 1).step(0)
     drawn = [seed is not None for number in range(500) for seed in begin.seeds(batch, number)]
     assert 0.2 < sum(drawn) / len(drawn) < 0.3
-    halves = [make_initial_state(given, World(torch.device("cpu"), rank, 2)) for rank in (0, 1)]
+    halves = [make_initial_state(given, ProcessGroup(torch.device("cpu"), rank, 2)) for rank in (0, 1)]
     for number in range(20):
         together = [
             seed for half in halves for seed in half.seeds(batch._replace(tokens=batch.tokens[:2]), number)

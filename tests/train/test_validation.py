@@ -11,10 +11,10 @@ from runs import config, losses, weights
 from remanence import Model
 from remanence.data import prepare
 from remanence.train import SOURCES, DataConfig, OptimizerConfig, Run, export, fit
-from remanence.train.distributed import World
+from remanence.train.distributed import ProcessGroup
 from remanence.train.language import ELSEWHERE, VALIDATED, held_out_source, make_task
 
-CPU = World(torch.device("cpu"))
+CPU = ProcessGroup(torch.device("cpu"))
 
 
 def history(run):

@@ -12,49 +12,60 @@ from remanence.inference import memfile
 from remanence.io.files import remove_leftovers
 from remanence.model import CausalModel, State
 
-EVERY = float(os.environ.get("REMANENCE_AUTOSAVE", "60"))
+SAVE_INTERVAL = float(os.environ.get("REMANENCE_AUTOSAVE", "60"))
 """Seconds between two saves. `remanence read` uses the same interval."""
 
 
-class Bookmark:
+class ReadingCheckpoint:
     """A memory file that stores the state and the partial results of the unit being measured.
 
     Nothing is saved if `path` is None.
     """
 
     def __init__(self, path: Path | None = None) -> None:
-        self.path, self.unit, self.saved = path, "", time.monotonic()
+        self.path, self.unit, self.saved_at = path, "", time.monotonic()
 
-    def find(self, model: CausalModel, text: str = "") -> tuple[State, Setting] | None:
+    def load(self, model: CausalModel, text_digest: str = "") -> tuple[State, Setting] | None:
         """Return the saved state and partial results of the current unit, or None if there are none.
 
-        None is also returned if the file is damaged or belongs to another unit, text or model. `text` is a
+        None is also returned if the file is damaged or belongs to another unit, text or model. `text_digest` is a
         digest of the text, or "" if the text is not known before reading.
         """
         if self.path is None or not self.path.is_file():
             return None
         try:
             notes = memfile.read_file(self.path)[0]["notes"]
-            return (memfile.load(self.path, model), notes["counted"]) if self._matches(notes, text) else None
+            return (
+                (memfile.load(self.path, model), notes["counted"])
+                if self._matches(notes, text_digest)
+                else None
+            )
         except ValueError:
             return None
 
-    def _matches(self, notes: Setting, text: str) -> bool:
+    def _matches(self, notes: Setting, text_digest: str) -> bool:
         """Whether the notes in a saved file are those of the current unit and of this text digest."""
-        return notes.get("unit") == self.unit and notes.get("text") == text
+        return notes.get("unit") == self.unit and notes.get("text") == text_digest
 
-    def keep(self, model: CausalModel, state: State, counts: Callable[[], Setting], text: str = "") -> None:
-        """Save the state and the partial results that `counts` returns, at most once every `EVERY` seconds.
+    def save(
+        self, model: CausalModel, state: State, partial_results: Callable[[], Setting], text_digest: str = ""
+    ) -> None:
+        """Save the state and what `partial_results` returns, at most once every `SAVE_INTERVAL` seconds.
 
         A diverged state is not saved.
         """
         if (
             self.path is not None
-            and time.monotonic() - self.saved >= EVERY
+            and time.monotonic() - self.saved_at >= SAVE_INTERVAL
             and not bool(state.diverged.any())
         ):
-            memfile.save(self.path, model, state, {"unit": self.unit, "text": text, "counted": counts()})
-            self.saved = time.monotonic()
+            memfile.save(
+                self.path,
+                model,
+                state,
+                {"unit": self.unit, "text": text_digest, "counted": partial_results()},
+            )
+            self.saved_at = time.monotonic()
 
     def remove(self) -> None:
         """Delete the file when it is no longer needed, because the text could be recovered from it."""
