@@ -20,6 +20,13 @@ def native():
     return Model(preset("tiny", ("mag", "mac", "lmm"), num_layers=3, memory=memory, **sizes)).eval()
 
 
+def segmented():
+    """Read in a wavefront, which computes several layers as one with stacked parameters."""
+    torch.manual_seed(0)
+    sizes = {"dim": 16, "heads": 2, "segment": 8, "vocab_size": 257, "ffn": 16}
+    return Model(preset("tiny", ("mac",), num_layers=3, memory={"heads": 2, "chunk": 4}, **sizes)).eval()
+
+
 def attached():
     transformers = pytest.importorskip("transformers")
     from remanence import attach
@@ -60,8 +67,8 @@ def often():
     sys.setswitchinterval(before)
 
 
-@pytest.mark.sample(1)
-@pytest.mark.parametrize("make", [native, attached])
+@pytest.mark.sample(2)
+@pytest.mark.parametrize("make", [native, segmented, attached])
 def test_threads_with_sessions_of_other_modes_over_one_model_do_not_interfere(make, often):
     from remanence.tokenizers.tokens import ByteTokenizer
 

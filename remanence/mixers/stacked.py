@@ -65,7 +65,7 @@ class StackedParameters:
         )
 
     def take(self, first: int, last: int) -> dict[str, Tensor]:
-        """The parameters of layers `first` to `last` - 1, as a dict by their names in `_SegmentReader`."""
+        """The parameters of layers `first` to `last` - 1, by their names in a block."""
         taken = (
             _SliceFunction.apply(self.sums, first, last, *self.stacked)
             if self.needs_grad
@@ -76,7 +76,7 @@ class StackedParameters:
                 StackedWeight.of(each, partial(self.sums.slot, index, first, last)) if is_projection else each
                 for index, (each, is_projection) in enumerate(zip(taken, self.is_projection, strict=True))
             ]
-        return {f"block.{name}": each for name, each in zip(self.names, taken, strict=True)}
+        return dict(zip(self.names, taken, strict=True))
 
 
 class GradientSums:

@@ -27,7 +27,6 @@ from typing import NamedTuple, Protocol, TypeVar, overload
 
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call
 from torch.utils.checkpoint import checkpoint
 
 from remanence.layers import matmul_dtype
@@ -285,27 +284,54 @@ def read(
 
 
 def _step(
-    reader: nn.Module, weights: dict[str, Tensor], x: Tensor, carry: TensorTuple
+    reader: _SegmentReader, weights: dict[str, Tensor], x: Tensor, carry: TensorTuple
 ) -> tuple[Tensor, TensorTuple, MemoryTrace | None]:
-    """Call `reader` with the given parameters instead of its own. Returns the output, the carry and the
-    trace.
-    """
-    return functional_call(reader, weights, (x, carry))
+    """Read one whole segment with the given parameters. Returns the output, the carry and the trace."""
+    reader.set_parameters(weights)
+    return reader.read(x, carry)
 
 
-class _SegmentReader(nn.Module):
-    """A module that reads one whole segment with a block: mixer, feed-forward network and residual
-    connections.
+class _SegmentReader:
+    """Reads one whole segment with a block: mixer, feed-forward network and residual connections. The parameters are
+    set before each step.
+
+    The block is copied without its parameters, because the model may be used in other threads at the same time.
     """
 
     def __init__(self, block: nn.Module) -> None:
-        super().__init__()
-        self.block = block
+        self.block = _copy_modules(block, {})
+        self.parameters = {
+            f"{path}.{name}" if path else name: (module._parameters, name)
+            for path, module in self.block.named_modules()
+            for name in module._parameters
+        }
 
-    def forward(self, x: Tensor, carry: TensorTuple) -> tuple[Tensor, TensorTuple, MemoryTrace | None]:
+    def set_parameters(self, weights: dict[str, Tensor]) -> None:
+        """Use these tensors, by the names of the parameters."""
+        for name, weight in weights.items():
+            owner, key = self.parameters[name]
+            owner[key] = weight  # type: ignore[assignment]  # stacked weights are no nn.Parameter
+
+    def read(self, x: Tensor, carry: TensorTuple) -> tuple[Tensor, TensorTuple, MemoryTrace | None]:
+        """Returns the output, the carry and the trace."""
         block = self.block
         y, carry, trace = block.mixer.read_segment(block.norm_mixer(x, matmul_dtype(x)), carry)  # type: ignore[operator,union-attr]
         return block.residual_ffn(x, y), carry, trace  # type: ignore[operator]
+
+
+def _copy_modules(module: nn.Module, copies: dict[int, nn.Module]) -> nn.Module:
+    """Copy a module and its submodules, with the same attributes and parameters. `copies` are the modules copied so
+    far, by the id of the original.
+    """
+    if id(module) not in copies:
+        copy = copies[id(module)] = object.__new__(type(module))
+        copy.__dict__.update(module.__dict__)
+        copy.__dict__["_parameters"] = dict(module._parameters)
+        copy.__dict__["_modules"] = {
+            name: None if child is None else _copy_modules(child, copies)
+            for name, child in module._modules.items()
+        }
+    return copies[id(module)]
 
 
 def _final_state(
