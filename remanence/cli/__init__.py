@@ -148,7 +148,7 @@ def _parse(arguments: list[str]) -> Command:
     overridable = OVERRIDABLE.get(arguments[0]) if arguments else None
     overrides: tuple[tuple[str, str], ...] = ()
     if overridable is not None:
-        arguments, overrides = split_overrides(arguments, overridable.OPTIONS, overridable.OWNER)
+        arguments, overrides = split_overrides(arguments, overridable.OPTIONS, overridable.OVERRIDES_OF)
         overrides = tuple((_current_field(arguments[0], name), value) for name, value in overrides)
     with contextlib.redirect_stderr(io.StringIO()) as errors:
         try:
