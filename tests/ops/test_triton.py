@@ -68,6 +68,7 @@ def test_triton_equals_chunked(s, monkeypatch):
     assert_same_function(case.call("chunked"), case.call("triton"), case.leaves(), tolerance=1e-10)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("offsets", [[0, 3, 3, 13], [0, 13]])
 def test_packed_documents(offsets):
     case = Case(net=MLP(expansion=1.5), tokens=13, batch=1, offsets=offsets)
@@ -97,6 +98,7 @@ def test_a_call_continues_what_another_began():
     assert_same_function(split("chunked"), split("triton"), leaves, tolerance=1e-10)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("blocks", ["registers", "streams"])
 @pytest.mark.parametrize("width", [16, 32])
 def test_float32_is_as_exact_as_torch(width, blocks, monkeypatch):
@@ -122,6 +124,7 @@ def test_float32_is_as_exact_as_torch(width, blocks, monkeypatch):
         assert distance(true, ours) <= 2 * distance(true, plain) + 1e-6, f"result {index}"
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("largest", [1e30, 2.5e21], ids=["by reach", "by end"])
 @pytest.mark.parametrize("blocks", ["registers", "streams"])
 def test_the_leash_holds_as_chunked_does(blocks, largest, monkeypatch):
@@ -146,12 +149,14 @@ def held(case, leaves, backend):
     return clamped()
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("depth", [1, 2])
 def test_only_held_gradients_are_counted(depth):
     case = Case(net=MLP(depth=depth, expansion=1.5), tokens=40, chunk=4, batch=2, heads=2)
     assert [held(case, case.leaves(), backend) for backend in ("chunked", "triton")] == [0, 0]
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("norm", [True, False])
 def test_the_compiler_sees_one_operator(norm, monkeypatch):
     """torch's own checks of it, and a compiled function that calls it, whole."""
@@ -200,6 +205,7 @@ def one_call(leaves, case, change=lambda y: y):
     return change(y).square().sum() + surprise.sum() + new.layers[0].sum()
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("net", [MLP(expansion=1.5), MLP(depth=1, norm=False)], ids=["two layers", "one"])
 @pytest.mark.parametrize("offsets", [None, [0, 9, 9, 23]])
 def test_a_long_call_without_gradients_goes_piece_by_piece(net, offsets, monkeypatch):
@@ -235,6 +241,7 @@ class TestAsAUserMay:
             torch.autograd.grad(first[0].sum(), leaves[:1])
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("offsets", [None, [0, 3, 3, 11]])
 def test_a_carried_call_compiles_without_a_break(offsets):
     case = Case(net=MLP(expansion=1.5), tokens=11, batch=1, heads=1, offsets=offsets)
