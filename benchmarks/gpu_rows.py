@@ -513,7 +513,7 @@ def one_carried(model: Model, optimizer: torch.optim.Optimizer, settings: TrainC
         nonlocal carried, number
         begins = torch.arange(batch) == number % batch if "one begins" in case else None
         here = read._replace(begins=begins)
-        graph = graphs.of([here], carried)
+        graph = graphs.select_graph([here], carried)
         state = carry_in(model, carried, here) if settings.carry and graph is None else None
         seen = engine.take_step(
             model, optimizer, settings, [here], state, number, graph=graph, carried=carried

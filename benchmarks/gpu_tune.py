@@ -84,7 +84,7 @@ def results(
     return [x.detach() for x in (*outputs, *torch.autograd.grad(loss, leaves))]
 
 
-def apart(true: torch.Tensor, x: torch.Tensor) -> float:
+def in_loop(true: torch.Tensor, x: torch.Tensor) -> float:
     """Root mean square of the difference, relative to the truth's."""
     true, x = true.double(), x.double()
     return float((true - x).square().mean().sqrt() / true.square().mean().sqrt().clamp_min(1e-30))
@@ -97,9 +97,9 @@ def check(hidden: int, chunk: int, dtype: torch.dtype, tiny: bool) -> bool:
     batch, heads, tokens = (1, 1, 2 * chunk + 3) if tiny else (2, 4, 8 * chunk + 5)
     leaves = inputs(batch, heads, tokens, hidden, dtype)
     true = results(leaves, hidden, chunk, "chunked", torch.float64)
-    plain = [apart(a, b) for a, b in zip(true, results(leaves, hidden, chunk, "chunked"), strict=True)]
+    plain = [in_loop(a, b) for a, b in zip(true, results(leaves, hidden, chunk, "chunked"), strict=True)]
     first, second = (results(leaves, hidden, chunk, "triton") for _ in range(2))
-    ours = [apart(a, b) for a, b in zip(true, first, strict=True)]
+    ours = [in_loop(a, b) for a, b in zip(true, first, strict=True)]
     same = all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
     name = "bf16" if dtype == torch.bfloat16 else "fp32"
     worst = max(range(len(ours)), key=lambda i: ours[i] if ours[i] == ours[i] else float("inf"))
@@ -218,15 +218,15 @@ def sweep(name: str, hidden: int, chunk: int, tiny: bool, settings: list[list[An
         one_call(hidden, chunk, tiny, torch.bfloat16, "triton")[1]()
         synchronize()
     (grid, tensors, constants), kernel, ready, line = found[0], getattr(kernels(), name), [], []
-    for warps, block, stages, apart in settings:
+    for warps, block, stages, in_loop in settings:
         told = " ".join(
             f"{x}{int(y)}"
-            for x, y in (("w", warps), ("b", block), ("s", stages), ("a", apart))
+            for x, y in (("w", warps), ("b", block), ("s", stages), ("a", in_loop))
             if y is not None
         )
         fields = {**constants, "num_warps": warps, "num_stages": stages or 1}
         fields |= {} if block is None else {"BH": block}
-        fields |= {} if apart is None else {"APART": apart}
+        fields |= {} if in_loop is None else {"IN_LOOP": in_loop}
         try:
             if DEVICE == "cuda":
                 kernel.warmup(*tensors, grid=grid, **fields)
@@ -339,7 +339,7 @@ class Jobs:
 
 def settings_of(name: str) -> list[list[Any]]:
     """Warps, block, stages, products apart or not, to try."""
-    if name in ("state_kernel", "carry_kernel"):
+    if name in ("state_kernel", "state_backward"):
         return [
             [8, None, 1, True],
             [8, None, 2, False],
@@ -349,8 +349,8 @@ def settings_of(name: str) -> list[list[Any]]:
         ]
     if name.startswith("coef"):
         return [[warps, None, None, None] for warps in (2, 4, 8, 16)]
-    apart = [True, False] if name in fused.APART else [None]
-    return [[warps, block, None, way] for block in (32, 64) for warps in (4, 8) for way in apart]
+    in_loop = [True, False] if name in fused.IN_LOOP else [None]
+    return [[warps, block, None, way] for block in (32, 64) for warps in (4, 8) for way in in_loop]
 
 
 def rescues() -> list[tuple[dict[str, Any], dict[str, str], str]]:
@@ -434,10 +434,10 @@ def main() -> None:
     rest: list[tuple[dict[str, Any], dict[str, str], str]] = []
     if "sweep" in parts:
         for hidden in hiddens[:1] if tiny else hiddens[:2]:
-            kind = "kernel" if hidden <= fused.REGISTERS else "stream"
+            fits = hidden <= fused.MAX_HIDDEN_IN_REGISTERS
             names = [
-                f"carry_{kind}",
-                f"state_{kind}",
+                "state_backward" if fits else "state_backward_blocked",
+                "state_kernel" if fits else "state_blocked",
                 "read_backward",
                 "read_kernel",
                 "keys_backward",

@@ -39,7 +39,7 @@ def main() -> None:
         plan = fused.Plan(
             width, hidden, chunk, 1, True, True, True, True, True, os.environ.get("PRECISION", PRECISION)
         )
-        for launch, warps in itertools.product(fused.launches(plan, DTYPES[dtype], arch), given.warps):
+        for launch, warps in itertools.product(fused.list_launches(plan, DTYPES[dtype], arch), given.warps):
             if given.kernel and launch.name not in given.kernel:
                 continue
             if given.block and "BH" in launch.constants:

@@ -41,25 +41,25 @@ LAYER = "backbone.blocks."
 """Prefix of the names of all tensors that belong to a layer."""
 
 
-class Auto(NamedTuple):
+class AutoClasses(NamedTuple):
     """The Python file in a model folder from which Hugging Face's Auto classes import our classes, so that
-    users need not import `remanence.hf`. `config` and `model` are the names of the two classes.
+    users need not import `remanence.hf`. `config_class` and `model_class` are their names.
     """
 
-    config: str
-    model: str
+    config_class: str
+    model_class: str
 
     @property
     def module(self) -> str:
         """Name of the Python file, without .py."""
-        return f"modeling_{self.model.removesuffix('ForCausalLM').lower()}"
+        return f"modeling_{self.model_class.removesuffix('ForCausalLM').lower()}"
 
     @property
     def names(self) -> dict[str, str]:
         """The value of ``auto_map`` in config.json."""
         return {
-            "AutoConfig": f"{self.module}.{self.config}",
-            "AutoModelForCausalLM": f"{self.module}.{self.model}",
+            "AutoConfig": f"{self.module}.{self.config_class}",
+            "AutoModelForCausalLM": f"{self.module}.{self.model_class}",
         }
 
     @property
@@ -67,8 +67,8 @@ class Auto(NamedTuple):
         """Source code of the Python file."""
         return (
             '"""For Hugging Face, with trust_remote_code=True: the model is in the package remanence[hf]."""\n\n'
-            f"from remanence.hf import {self.config}, {self.model}\n\n"
-            f'__all__ = ["{self.config}", "{self.model}"]\n'
+            f"from remanence.hf import {self.config_class}, {self.model_class}\n\n"
+            f'__all__ = ["{self.config_class}", "{self.model_class}"]\n'
         )
 
     def write(self, folder: Path) -> None:
@@ -77,7 +77,7 @@ class Auto(NamedTuple):
             temporary.write_text(self.code, encoding="utf-8")
 
 
-AUTO = Auto("RemanenceConfig", "RemanenceForCausalLM")
+AUTO = AutoClasses("RemanenceConfig", "RemanenceForCausalLM")
 """The Python file for folders of a `Model`."""
 
 CONFIG = "config"

@@ -30,9 +30,9 @@ def distance(a: Tensor, b: Tensor) -> float:
     differ = a != b
     if not bool(differ.any()):
         return 0.0
-    apart = (a - b)[differ].abs().max()
+    difference = (a - b)[differ].abs().max()
     size = a[a.isfinite()].abs().max().clamp_min(1.0) if bool(a.isfinite().any()) else 1.0
-    return float("inf") if not bool(apart.isfinite()) else float(apart / size)
+    return float("inf") if not bool(difference.isfinite()) else float(difference / size)
 
 
 def tensors(tree: Any) -> list[Tensor]:
@@ -55,8 +55,8 @@ def assert_close(a: Any, b: Any, tolerance: float, what: str = "results") -> Non
         if not x.is_floating_point():
             if not torch.equal(x, y):
                 raise AssertionError(f"{what}[{index}]: differ, {x.tolist()} and {y.tolist()}")
-        elif (apart := distance(x, y)) > tolerance:
-            raise AssertionError(f"{what}[{index}]: apart by {apart:.3g}, allowed {tolerance:.3g}")
+        elif (difference := distance(x, y)) > tolerance:
+            raise AssertionError(f"{what}[{index}]: apart by {difference:.3g}, allowed {tolerance:.3g}")
 
 
 def _different_content(x: Tensor) -> Tensor:

@@ -70,7 +70,7 @@ SHORTER = {
     r"train (?!.*--(dry-run|resume))": "--steps=1 --device=cpu",
     r"train recall (?!.*--(dry-run|resume))": "--batch=2",
     r"train (dna|forecast)(?!.*--resume)": "--batch=2",
-    r"train dna": "--model.num_layers=1 --model.dim=64 --data.length=256",
+    r"train dna (?!.*--init_from)": "--model.num_layers=1 --model.dim=64 --data.length=256",
     r"train dna/classify": "--data.length=32",
     r"train forecast": "--model.dim=16 --data.split=7/1/2",
     r"eval .*\bniah\b": "--niah.lengths=384 --niah.kinds=n --niah.samples=1 --niah.depths=0.5 --niah.choices=5",

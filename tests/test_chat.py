@@ -90,7 +90,7 @@ def test_a_seed_is_the_same_talk_and_none_is_another(talk):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["chat", "generate"])
+@pytest.mark.parametrize("name", ["chat", pytest.param("generate", marks=pytest.mark.exhaustive)])
 def test_the_small_reader_repeats_no_phrase_by_default(command, monkeypatch, name):
     """At its most likely words, which it would otherwise repeat."""
     question = "Tell me about the sea."

@@ -205,7 +205,7 @@ def test_captured_steps_are_steps(variant):
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_captured_pieces_are_pieces(variant, monkeypatch):
     subject, tokens = model(variant).cuda().eval(), torch.randint(256, (1, 512 * 7 + 100), device="cuda")
-    monkeypatch.setattr(reader, "LARGE", 512)
+    monkeypatch.setattr(reader, "GPU_PIECE", 512)
     monkeypatch.setattr(reader, "PIECE", 512)
     captured = reader.read(subject, tokens)
     assert reader._CAPTURES[subject].graph is not None

@@ -34,7 +34,7 @@ from remanence.runtime.state import where
 from remanence.tasks.recall import Recall, vocabulary
 from remanence.train.config import OptimizerConfig, TrainConfig
 from remanence.train.engine import make_optimizer
-from remanence.train.graphed import cost_at, writing
+from remanence.train.graphed import write_cost_at, writing
 
 PAIRS, KEYS, NOISE = 8, 16, 16
 STATED = 2 * PAIRS
@@ -109,7 +109,7 @@ def train(model: Model, seed: int, args: argparse.Namespace) -> list[float]:
         else:
             loss, seen = carried.loss()
         optimizer.zero_grad(set_to_none=True)
-        cost = cost_at(args.write_cost, step, sum(args.steps))
+        cost = write_cost_at(args.write_cost, step, sum(args.steps))
         (loss + cost * writing(seen, threshold) if threshold else loss).backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), rates.clip)
         for group in optimizer.param_groups:

@@ -172,13 +172,13 @@ DIGEST_VERSION = "2:"
 """The prefix of a digest. Digests in the earlier format, which cover samples of the weights, have no prefix."""
 
 
-def matches_digest(model: PreTrainedModel, saved: object, now: str | None = None) -> bool:
-    """Whether a saved digest, in the current or the earlier format, is the digest of a model. `now` is the
+def matches_digest(model: PreTrainedModel, saved: object, current: str | None = None) -> bool:
+    """Whether a saved digest, in the current or the earlier format, is the digest of a model. `current` is the
     model's current digest; None: compute it.
     """
     if isinstance(saved, str) and not saved.startswith(DIGEST_VERSION):
         return _legacy_digest(model) == saved
-    return (now or digest(model)) == saved
+    return (current or digest(model)) == saved
 
 
 def is_legacy_digest(saved: object) -> bool:

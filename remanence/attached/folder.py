@@ -18,7 +18,7 @@ import torch
 from remanence.attached.base import PretrainedSource, check_model, digest, is_legacy_digest, matches_digest
 from remanence.attached.config import AttachConfig
 from remanence.attached.model import Attached
-from remanence.folder import Auto
+from remanence.folder import AutoClasses
 from remanence.io.files import add_digest, check_digest, read_json, write_json
 from remanence.io.shipped import resolve_model_path
 from remanence.io.tensors import aligned, read_tensors, write_tensors
@@ -29,7 +29,7 @@ KIND = "remanence_attached"
 """The `model_type` in ``config.json``."""
 WEIGHTS = "model.safetensors"
 """The file name of the parameters of memories and LoRA."""
-AUTO = Auto("AttachedConfig", "AttachedForCausalLM")
+AUTO = AutoClasses("AttachedConfig", "AttachedForCausalLM")
 """The module written into the folder, from which the Auto classes of transformers import these two classes."""
 MAX_CONFIG_BYTES = 2**21
 """The largest size of a ``config.json`` that is read, in bytes."""
@@ -130,8 +130,8 @@ def load(
     }
     own = dict(attached.saved_parameters())
     for name in sorted(own.keys() ^ tensors.keys()):
-        told = "is missing" if name in own else "this model has no place for"
-        raise ValueError(f"{folder / WEIGHTS}: a tensor {name!r} that {told}")
+        problem = "is missing" if name in own else "this model has no place for"
+        raise ValueError(f"{folder / WEIGHTS}: a tensor {name!r} that {problem}")
     for name, parameter in own.items():
         if parameter.shape != tensors[name].shape:
             shapes = f"{list(parameter.shape)}, got {list(tensors[name].shape)}"

@@ -158,26 +158,26 @@ def read_full_attention(
     offsets = None if mask is None else [0, *mask.sum(1).cumsum(0).tolist()]
     call = Call(model, memory_mode, state, position, offsets, mask)
     call.keep = keep
-    given: dict[str, Tensor | bool | DynamicCache] = {
+    arguments: dict[str, Tensor | bool | DynamicCache] = {
         "input_ids": tokens,
         "use_cache": keep or state is not None,
     }
-    known = positions_of(position)
-    longest = max(known)
-    old = torch.arange(-longest, 0, device=tokens.device) >= -position.unsqueeze(-1)
-    here = torch.ones_like(tokens, dtype=torch.bool) if mask is None else mask
-    read = torch.cat([old, here], 1)
-    cache = restore_cache(model, state, longest) if given["use_cache"] else None
+    positions = positions_of(position)
+    longest = max(positions)
+    is_cached = torch.arange(-longest, 0, device=tokens.device) >= -position.unsqueeze(-1)
+    is_token = torch.ones_like(tokens, dtype=torch.bool) if mask is None else mask
+    is_known_token = torch.cat([is_cached, is_token], 1)
+    cache = restore_cache(model, state, longest) if arguments["use_cache"] else None
     if cache is not None:
-        given["past_key_values"] = cache
-    if mask is not None or min(known) < longest:
-        given |= {
-            "attention_mask": read.long(),
-            "position_ids": (read.cumsum(1) - 1).clamp(min=0)[:, longest:],
+        arguments["past_key_values"] = cache
+    if mask is not None or min(positions) < longest:
+        arguments |= {
+            "attention_mask": is_known_token.long(),
+            "position_ids": (is_known_token.cumsum(1) - 1).clamp(min=0)[:, longest:],
         }
-    hidden, inner = run_base(model, call, layers, **given)
+    hidden, inner = run_base(model, call, layers, **arguments)
     if keep and cache is not None:
-        record_cache(model, call, cache, read, position + here.sum(1))
+        record_cache(model, call, cache, is_known_token, position + is_token.sum(1))
     trace = make_trace(model, call, hidden, inner, None, tokens.shape[1])
     if mask is None:
         return trace

@@ -100,11 +100,11 @@ class WindowSpec(NamedTuple):
         return WindowState(none(self.sinks), none(self.sinks), window)
 
 
-def relative_rotation(now: tuple[Tensor, Tensor], wanted: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-    """The cosines and sines that rotate a vector from position `now` to position `wanted`, given the cosines
+def relative_rotation(source: tuple[Tensor, Tensor], target: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    """The cosines and sines that rotate a vector from position `source` to position `target`, given the cosines
     and sines of both positions. The model's rotary embedding may have scaled these; the result is not scaled.
     """
-    (cos, sin), (c, s) = ([x.double() for x in pair] for pair in (now, wanted))
+    (cos, sin), (c, s) = ([x.double() for x in pair] for pair in (source, target))
     size = cos.square() + sin.square()
     return ((c * cos + s * sin) / size).float(), ((s * cos - c * sin) / size).float()
 
@@ -159,29 +159,46 @@ def attend(
     keys, values = (
         x if fresh else torch.cat([past.to(x.dtype), x], 1) for past, x in ((old.k, k), (old.v, v))
     )
-    wide = lambda x: x.repeat_interleave(heads // x.shape[2], 2) if x.shape[2] < heads else x
-    asked = q * (scaling * width**0.5)  # attention divides the scores by the root of the width
-    none = (k.new_zeros(0, heads, width),) * 2
-    known = [0] * rows if fresh else host_copy(position)
-    inside = known is not None and max(known) + tokens <= spec.window
-    both = inside or not spec.sinks or not spec.is_narrowed
-    near: Tensor
+    repeat_heads = lambda x: x.repeat_interleave(heads // x.shape[2], 2) if x.shape[2] < heads else x
+    scaled_q = q * (scaling * width**0.5)  # attention divides the scores by the root of the width
+    no_prefix = (k.new_zeros(0, heads, width),) * 2
+    host_position = [0] * rows if fresh else host_copy(position)
+    inside = host_position is not None and max(host_position) + tokens <= spec.window
+    is_window_enough = inside or not spec.sinks or not spec.is_narrowed
+    window_output: Tensor
     if cap is None:
-        near = sliding_attention(
-            asked, wide(keys), wide(values), none, spec.window, None if fresh else position, lse=not both
+        window_output = sliding_attention(
+            scaled_q,
+            repeat_heads(keys),
+            repeat_heads(values),
+            no_prefix,
+            spec.window,
+            None if fresh else position,
+            lse=not is_window_enough,
         )
     else:
-        near = _capped_attention(asked, wide(keys), wide(values), spec.window, position, cap)
-    y = near[..., :width].to(q.dtype)
-    if not both:
+        window_output = _capped_attention(
+            scaled_q, repeat_heads(keys), repeat_heads(values), spec.window, position, cap
+        )
+    y = window_output[..., :width].to(q.dtype)
+    if not is_window_enough:
         rotation = (
             None if rotation is None else (to_rows(rotation[0], offsets)[0], to_rows(rotation[1], offsets)[0])
         )
         place = position.unsqueeze(-1) + torch.arange(tokens, device=q.device)
-        y = _add_sinks(near, asked, wide(sinks[0]), wide(sinks[1]), place, rotation, spec.window, cap)
+        y = _add_sinks(
+            window_output,
+            scaled_q,
+            repeat_heads(sinks[0]),
+            repeat_heads(sinks[1]),
+            place,
+            rotation,
+            spec.window,
+            cap,
+        )
         y = y.to(q.dtype)
     window = next_attention_state(old, k, v, offsets, spec.history, spec.slack)
-    return WindowOutput(y, wide(v), WindowState(sinks[0], sinks[1], window), packed_index)
+    return WindowOutput(y, repeat_heads(v), WindowState(sinks[0], sinks[1], window), packed_index)
 
 
 def _capped(score: Tensor, cap: float | None) -> Tensor:
@@ -228,7 +245,7 @@ def _sink_tensor(new: Tensor, kept: Tensor, position: Tensor, offsets: list[int]
 
 
 def _add_sinks(
-    near: Tensor,
+    window_output: Tensor,
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -238,10 +255,10 @@ def _add_sinks(
     cap: float | None,
 ) -> Tensor:
     """The output of one softmax over the window and the first tokens that have left the window ``[r t h e]``.
-    `near` is the output over the window with its log-sum-exp ``[r t h e+1]``, `place` the position of each
+    `window_output` is the output over the window with its log-sum-exp ``[r t h e+1]``, `place` the position of each
     query ``[r t]``.
     """
-    y, total = near[..., :-1], near[..., -1:]
+    y, total = window_output[..., :-1], window_output[..., -1:]
     wide = torch.promote_types(q.dtype, torch.float32)
     with torch.autocast(q.device.type, enabled=False):
         q = q.to(wide) if rotation is None else _rotate(q.to(wide), rotation)

@@ -148,7 +148,7 @@ def _parse(arguments: list[str]) -> Command:
     overridable = OVERRIDABLE.get(arguments[0]) if arguments else None
     overrides: tuple[tuple[str, str], ...] = ()
     if overridable is not None:
-        arguments, overrides = split_overrides(arguments, overridable.OPTIONS, overridable.OWNER)
+        arguments, overrides = split_overrides(arguments, overridable.OPTIONS, overridable.OVERRIDES_OF)
         overrides = tuple((_current_field(arguments[0], name), value) for name, value in overrides)
     with contextlib.redirect_stderr(io.StringIO()) as errors:
         try:
@@ -159,8 +159,8 @@ def _parse(arguments: list[str]) -> Command:
         except SystemExit as stop:
             code = stop.code
     if code:
-        told = COLOURS.sub("", errors.getvalue()).splitlines()
-        lines = [line.strip("╰╯│─ ") for line in told if not line.startswith("╭")]
+        messages = COLOURS.sub("", errors.getvalue()).splitlines()
+        lines = [line.strip("╰╯│─ ") for line in messages if not line.startswith("╭")]
         hint = _options_hint(arguments)
         _fail(f"remanence: error: {hint}{' '.join(line for line in lines if line.strip('- '))}", 2)
     if overridable is not None:

@@ -52,7 +52,7 @@ class Eval:
     """
 
     OPTIONS: ClassVar = ("memory-mode", "memory_mode", "json", "device", "seed", "full", "help")
-    OWNER: ClassVar = "a task"
+    OVERRIDES_OF: ClassVar = "a task"
 
     model: Folder
     """Model folder; for ablate and depth the name or path of a recipe."""

@@ -33,7 +33,7 @@ class New:
     """
 
     OPTIONS: ClassVar = ("variant", "match", "no-match", "seed", "tokenizer", "help")
-    OWNER: ClassVar = "the model, such as --model.memory.rule=titans"
+    OVERRIDES_OF: ClassVar = "the model, such as --model.memory.rule=titans"
 
     preset: tyro.conf.Positional[str]
     """Size: tiny, small, 170m, 340m, 760m or 1.3b."""
@@ -70,7 +70,7 @@ class New:
         for name, _ in self.overrides:
             if not name.startswith("model."):
                 hint = did_you_mean(f"--{name}", [f"--{each}" for each in self.OPTIONS])
-                raise ValueError(f"--{name}: expected an option, or a field of {self.OWNER}{hint}")
+                raise ValueError(f"--{name}: expected an option, or a field of {self.OVERRIDES_OF}{hint}")
             if name == "model.vocab_size":
                 raise ValueError(f"--{name}: expected the tokenizer's (--tokenizer), got another")
         return override(TrainConfig(model=config), dict(self.overrides)).model if self.overrides else config

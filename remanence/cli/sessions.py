@@ -346,36 +346,36 @@ def warn_beyond_trained_length(folder: Path, session: Session, size: int) -> Non
         hint = "an untrained model's memory is of no use"
         echo(f"{folder}: no {TRAINED}, so it may be untrained; {hint}", error=True)
         return
-    reach, apiece = read_json(path).get(REACH), 1 if session.tokenizer.vocabulary < 1024 else 4
-    tokens = session.tokens + size // apiece
+    reach, bytes_per_token = read_json(path).get(REACH), 1 if session.tokenizer.vocabulary < 1024 else 4
+    tokens = session.tokens + size // bytes_per_token
     if isinstance(reach, int) and tokens > reach:
-        about = "" if apiece == 1 else "about "
-        told = (
+        about = "" if bytes_per_token == 1 else "about "
+        message = (
             f"{about}{tokens:,} tokens will have been read, and its memory was trained over {reach:,} at most"
         )
-        echo(f"{folder}: {told}; recall beyond that length was not trained", error=True)
+        echo(f"{folder}: {message}; recall beyond that length was not trained", error=True)
 
 
 @contextmanager
-def saving(what: str, path: Path | None) -> Iterator[None]:
+def saving(argument: str, path: Path | None) -> Iterator[None]:
     """Context manager that creates the folder of a memory file and locks the file while a command runs, so
-    that a second command cannot save to the same file. `what` is the argument name to show in errors. A path
+    that a second command cannot save to the same file. `argument` is the argument name to show in errors. A path
     of None does nothing.
     """
     if path is None:
         yield
         return
-    make_folder(what, path)
+    make_folder(argument, path)
     with locked_target(path, "another command"):
         yield
 
 
-def check_text(what: str, path: Path) -> None:
-    """Raise an error if a path is not a file. `what` is the argument name to show in the error."""
+def check_text(argument: str, path: Path) -> None:
+    """Raise an error if a path is not a file. `argument` is the argument name to show in the error."""
     if path.is_dir():
-        raise ValueError(f"{what}: expected a text file, got the folder {path}; name the files in it")
+        raise ValueError(f"{argument}: expected a text file, got the folder {path}; name the files in it")
     if not path.is_file():
-        raise ValueError(f"{what}: {path}: no such file")
+        raise ValueError(f"{argument}: {path}: no such file")
 
 
 def warn_if_binary(path: Path) -> None:
@@ -386,12 +386,12 @@ def warn_if_binary(path: Path) -> None:
         echo(warning, error=True)
 
 
-def check_target(what: str, path: Path, *, unless: Path | None, hint: str) -> None:
+def check_target(argument: str, path: Path, *, unless: Path | None, hint: str) -> None:
     """Raise an error if a file exists already and is not `unless`. Called before any work, so that nothing is
-    overwritten. `what` is the argument name and `hint` is the advice to show in the error.
+    overwritten. `argument` is the argument name and `hint` is the advice to show in the error.
     """
     if path.exists() and (unless is None or path.resolve() != unless.resolve()):
-        raise ValueError(f"{what}: {path} exists; {hint}")
+        raise ValueError(f"{argument}: {path} exists; {hint}")
 
 
 def show_tokens(bar: Bar, position: int, tokens: int, surprise: float | None) -> None:

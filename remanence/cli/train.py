@@ -34,7 +34,7 @@ class Train:
     """
 
     OPTIONS: ClassVar = ("text", "out", "resume", "dry-run", "gpus", "gpu", "help")
-    OWNER: ClassVar = "the configuration"
+    OVERRIDES_OF: ClassVar = "the configuration"
 
     recipe: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="RECIPE", help=RECIPE)] = Path("text")
     text: str | None = None

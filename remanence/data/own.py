@@ -38,16 +38,16 @@ class OwnText(NamedTuple):
         return sum(map(len, self.train))
 
 
-def read_text(what: str, source: str | None) -> OwnText:
-    """Read a file, a folder or a dataset hf:NAME, and hold out its end. `what` is the argument name to show
+def read_text(argument: str, source: str | None) -> OwnText:
+    """Read a file, a folder or a dataset hf:NAME, and hold out its end. `argument` is the argument name to show
     in error messages.
     """
     if source and (Path(source) / INDEX).is_file():
         raise ValueError(
-            f"{what}: expected texts, got the prepared folder {source}; "
+            f"{argument}: expected texts, got the prepared folder {source}; "
             f"`remanence train text --data.kind=documents --data.path={source}` reads it"
         )
-    texts = Texts(what, source, "a text file, a folder of them or hf:NAME")
+    texts = Texts(argument, source, "a text file, a folder of them or hf:NAME")
     documents, size = list[bytes](), 0
     for pieces in texts:
         document = b"".join(pieces)[: MOST - size]
@@ -60,9 +60,11 @@ def read_text(what: str, source: str | None) -> OwnText:
             )
             break
     if not size:
-        raise ValueError(f"{what}: expected a text of at least {LEAST:,} bytes, got {source}, which is empty")
+        raise ValueError(
+            f"{argument}: expected a text of at least {LEAST:,} bytes, got {source}, which is empty"
+        )
     if size < LEAST:
-        raise ValueError(f"{what}: expected a text of at least {LEAST:,} bytes, got {size:,} in {source}")
+        raise ValueError(f"{argument}: expected a text of at least {LEAST:,} bytes, got {size:,} in {source}")
     return _split(documents, min(size // SHARE, HELD))
 
 

@@ -347,7 +347,8 @@ class _Job:
 
 
 def _stop_reason(shard: Shard) -> str:
-    """Return why a shard ended: "end", "full" or "room"."""
+    """Return why a shard ended: "end" (of the source), "full" (the size of a shard), or "room" (a limit on the
+    whole corpus was reached)."""
     return str(shard.get("stopped", "end"))
 
 

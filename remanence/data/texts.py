@@ -23,16 +23,16 @@ class Texts:
     bytes.
     """
 
-    def __init__(self, what: str, source: str | None, hint: str) -> None:
-        """`what` is the argument name, and `hint` the expected value, to show in error messages."""
+    def __init__(self, argument: str, source: str | None, hint: str) -> None:
+        """`argument` is the argument name, and `hint` the expected value, to show in error messages."""
         if source is None:
-            option = f"--{what.removeprefix('--')}"
-            raise ValueError(f"{what}: expected {hint}, got none; {option}=PATH gives one")
+            option = f"--{argument.removeprefix('--')}"
+            raise ValueError(f"{argument}: expected {hint}, got none; {option}=PATH gives one")
         self.source = source
         self.paths: list[Path] = []
         if not source.startswith(PREFIX):
             if not Path(source).exists():
-                raise ValueError(f"{what}: expected {hint}, got {source}, which is not there")
+                raise ValueError(f"{argument}: expected {hint}, got {source}, which is not there")
             self.paths = files([Path(source)])
 
     @cached_property
@@ -89,12 +89,12 @@ def _plain(sentence: str) -> Iterator[str]:
         yield words[start : start + SENTENCE]
 
 
-def lines(what: str, source: str | None, hint: str) -> list[dict[str, Any]]:
-    """Return the entries of a jsonl file, compressed or not. `what` is the argument name, and `hint` the
+def lines(argument: str, source: str | None, hint: str) -> list[dict[str, Any]]:
+    """Return the entries of a jsonl file, compressed or not. `argument` is the argument name, and `hint` the
     expected value, to show in error messages.
     """
     if source is None or not Path(source).is_file() or kind(Path(source)) not in LINES:
-        raise ValueError(f"{what}: expected {hint}, got {source or 'none'}; --{what}=PATH gives one")
+        raise ValueError(f"{argument}: expected {hint}, got {source or 'none'}; --{argument}=PATH gives one")
     path, found = Path(source), []
     with OPENERS.get(path.suffix, lambda p: open(p, "rb"))(path) as file:
         for number, line in enumerate(read_pieces(path, file.readline), 1):

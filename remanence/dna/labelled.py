@@ -43,16 +43,16 @@ class Labelled(NamedTuple):
         return sorted(found, key=int) if all(name.isdecimal() for name in found) else sorted(found)
 
 
-def read_labelled(what: str, source: str | None, split: str) -> Labelled:
+def read_labelled(argument: str, source: str | None, split: str) -> Labelled:
     """Read a split of a dataset. A single table has no splits and is read as a whole.
 
-    `what` is the name of the setting to show in error messages.
+    `argument` is the name of the setting to show in error messages.
     """
     if source is None:
-        raise ValueError(f"{what}: expected {LAYOUTS}, got none; set it with --{what}=PATH")
+        raise ValueError(f"{argument}: expected {LAYOUTS}, got none; set it with --{argument}=PATH")
     path = Path(source)
     if not path.exists():
-        raise ValueError(f"{what}: expected {LAYOUTS}, got {source}, which does not exist")
+        raise ValueError(f"{argument}: expected {LAYOUTS}, got {source}, which does not exist")
     if path.is_file():
         return _collect(path, _read_table(path))
     file, folder = _find_split(path, split)
@@ -60,7 +60,7 @@ def read_labelled(what: str, source: str | None, split: str) -> Labelled:
         return _collect(file, _read_table(file))
     if folder is not None:
         return _collect(folder, _read_folder(folder))
-    raise ValueError(f"{what}: expected a split {split!r} ({LAYOUTS}), got none in {source}")
+    raise ValueError(f"{argument}: expected a split {split!r} ({LAYOUTS}), got none in {source}")
 
 
 def _find_split(path: Path, split: str) -> tuple[Path | None, Path | None]:

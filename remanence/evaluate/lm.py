@@ -303,7 +303,7 @@ class Sums:
     bins: list[list[float]] = field(default_factory=lambda: [[0.0, 0] for _ in range(len(BIN_EDGES) + 1)])
     """Sum and number of losses in each position bin (see `BIN_EDGES`)."""
     every: int | None = None
-    """Number of tokens per block of `places`. None: no blocks."""
+    """Number of tokens in each block of `places`, which are reported separately. None: no blocks."""
     places: list[list[float]] = field(default_factory=list)
     """Sum and number of losses in each block of `every` tokens."""
 

@@ -98,7 +98,7 @@ class Recall(Task):
         """Count the right answers in texts with this number of pairs and this distance."""
         s = self.settings
         questions = held_out(pairs, distance, s.texts, self.subject.seed, keys=s.keys, noise=s.noise)
-        state = self.subject.read(list(questions.texts.numpy().astype(np.int32)))
+        state = self.subject.read(list(questions.text_tokens.numpy().astype(np.int32)))
         all_answers = self.subject.likeliest(questions.pairs, state)
         columns = questions.keys.split(1, dim=1)
         single_answers = [

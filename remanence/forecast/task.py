@@ -203,7 +203,7 @@ class CapturedStep:
         self.graph: torch.cuda.CUDAGraph | None = None
         self.wanted = network.device.type == "cuda" and config.graph is not False
 
-    def of(self, batches: list[WindowBatch], _: object = None) -> CapturedStep | None:
+    def select_graph(self, batches: list[WindowBatch], _: object = None) -> CapturedStep | None:
         """Return this object if the step is captured, or None if it must run without a graph.
 
         Capture happens here, after `EAGER` steps.

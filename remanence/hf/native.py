@@ -21,7 +21,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 from transformers.utils.generic import can_return_tuple
 
 from remanence.config import Mode, ModelConfig, preset
-from remanence.folder import AUTO, Auto, describe
+from remanence.folder import AUTO, AutoClasses, describe
 from remanence.inference import memfile
 from remanence.io.files import check_digest
 from remanence.io.migrations import TENSORS
@@ -34,7 +34,7 @@ class FolderConfig(PreTrainedConfig):
     import.
     """
 
-    auto: ClassVar[Auto]
+    auto: ClassVar[AutoClasses]
     """The module to write into the folder, and the class names that the Auto classes import from it."""
     keys_to_ignore_at_inference: ClassVar[list[str]] = ["past_key_values"]
 

@@ -312,15 +312,15 @@ def _config_dict(model: HasWeights) -> dict[str, Any]:
 
 
 def fit_state(
-    what: str, model: CausalModel, tensors: dict[str, Tensor], unread: set[str] | None = None
+    source: str, model: CausalModel, tensors: dict[str, Tensor], unread: set[str] | None = None
 ) -> State:
     """Convert tensors by name to a state of this model, on its device and in its dtypes.
 
     Raises an error if a tensor is missing, has a wrong shape or dtype, or has implausible values. The values of the
-    `unread` tensors are not checked. `what` is the start of the error messages.
+    `unread` tensors are not checked. `source` is the start of the error messages.
     """
     _check_shapes(
-        what,
+        source,
         _StateLayout(*model.state_layout()),
         {name: entry_of(tensor) for name, tensor in tensors.items()},
     )
@@ -334,23 +334,23 @@ def fit_state(
         state
     ):  # checked in the model's dtypes, in which a float64 value may overflow
         if name not in (unread or ()):
-            _check_finite(f"{what}: {name}", tensor, name in unbounded)
+            _check_finite(f"{source}: {name}", tensor, name in unbounded)
     longest = int(state.position.max())
     if longest > MAX_TOKENS_READ:
         raise ValueError(
-            f"{what}: position: expected at most {MAX_TOKENS_READ:,} tokens read, got {longest:,}"
+            f"{source}: position: expected at most {MAX_TOKENS_READ:,} tokens read, got {longest:,}"
         )
     for name in growing:
         if 0 < tensors[name].shape[1] < longest:
             got = tensors[name].shape[1]
             raise ValueError(
-                f"{what}: {name}: expected an entry for each of the {longest} tokens read, got {got}"
+                f"{source}: {name}: expected an entry for each of the {longest} tokens read, got {got}"
             )
     for _, part in parts(state):
         if not bool(torch.as_tensor(part.agrees(state.position)).all()):
             kind = type(part).__name__
             raise ValueError(
-                f"{what}: its parts do not agree on the tokens read, or it has diverged ({kind})"
+                f"{source}: its parts do not agree on the tokens read, or it has diverged ({kind})"
             )
     return state
 
@@ -364,8 +364,8 @@ class _StateLayout(NamedTuple):
     places: list[int]
 
 
-def _check_shapes(what: str, shapes: _StateLayout, entries: Mapping[str, Entry]) -> None:
-    """Raise an error if the names, dtypes or shapes of tensors are not those of a state. `what` is the start
+def _check_shapes(source: str, shapes: _StateLayout, entries: Mapping[str, Entry]) -> None:
+    """Raise an error if the names, dtypes or shapes of tensors are not those of a state. `source` is the start
     of the error messages.
     """
     template, places = shapes
@@ -373,10 +373,10 @@ def _check_shapes(what: str, shapes: _StateLayout, entries: Mapping[str, Entry])
     wanted = {name: name for name in likes if not name.startswith(LAYER)}
     for name in wanted:
         if name not in entries:
-            raise ValueError(f"{what}: expected a tensor {name!r}, which is missing")
+            raise ValueError(f"{source}: expected a tensor {name!r}, which is missing")
     rows = list(entries["position"].shape)
     if len(rows) != 1 or rows == [0]:
-        raise ValueError(f"{what}: position: expected a count for each document, got shape {rows}")
+        raise ValueError(f"{source}: position: expected a count for each document, got shape {rows}")
     layers: dict[str, list[str]] = {}
     for name in likes:
         if name.startswith(LAYER):
@@ -385,18 +385,18 @@ def _check_shapes(what: str, shapes: _StateLayout, entries: Mapping[str, Entry])
         for similar in layers.get(str(place), []):
             name = f"{LAYER}{layer}.{similar.removeprefix(LAYER).partition('.')[2]}"
             if name not in entries:
-                raise ValueError(f"{what}: expected a tensor {name!r}, which is missing")
+                raise ValueError(f"{source}: expected a tensor {name!r}, which is missing")
             wanted[name] = similar
     for name, entry in entries.items():
         if name not in wanted:
-            raise ValueError(f"{what}: a tensor {name!r}, for which this model has no place")
+            raise ValueError(f"{source}: a tensor {name!r}, for which this model has no place")
         like = likes[wanted[name]]
         length = entry.shape[1:2] if wanted[name] in grown else like.shape[1:2]
         shape, kind = [*rows, *length, *like.shape[2:]], entry_of(like).dtype
         if list(entry.shape) != shape:
-            raise ValueError(f"{what}: {name}: expected shape {shape}, got {list(entry.shape)}")
+            raise ValueError(f"{source}: {name}: expected shape {shape}, got {list(entry.shape)}")
         if entry.dtype not in (FLOATS if like.is_floating_point() else (kind,)):
-            raise ValueError(f"{what}: {name}: expected {kind}, got {entry.dtype}")
+            raise ValueError(f"{source}: {name}: expected {kind}, got {entry.dtype}")
 
 
 def _growing_tensors(template: State) -> set[str]:
@@ -422,19 +422,19 @@ def named_tensors(node: Any, path: str = "") -> Iterator[tuple[str, Tensor]]:
             yield from named_tensors(child, f"{path}.{name}" if path else str(name))
 
 
-def _check_finite(what: str, tensor: Tensor, unbounded: bool) -> None:
+def _check_finite(source: str, tensor: Tensor, unbounded: bool) -> None:
     """Raise an error if a tensor has NaN, infinite or very large values. `unbounded` allows -inf."""
     if not tensor.is_floating_point():
         return
     bad = tensor.isnan() | (tensor == torch.inf) if unbounded else ~tensor.isfinite()
     if bool(bad.any()):
         raise ValueError(
-            f"{what}: expected finite numbers, got {int(bad.sum())} infinite or NaN of {tensor.numel()}"
+            f"{source}: expected finite numbers, got {int(bad.sum())} infinite or NaN of {tensor.numel()}"
         )
     huge = (tensor.abs() > MAX_VALUE) & tensor.isfinite()
     if bool(huge.any()):
         raise ValueError(
-            f"{what}: expected numbers up to {MAX_VALUE:g}, got {int(huge.sum())} above of {tensor.numel()}"
+            f"{source}: expected numbers up to {MAX_VALUE:g}, got {int(huge.sum())} above of {tensor.numel()}"
         )
 
 

@@ -5,6 +5,7 @@ On a GPU, a whole piece in the middle of a document is replayed as one captured 
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple, cast
 from weakref import WeakKeyDictionary
@@ -172,6 +173,7 @@ class CapturedPiece:
         # of the piece, with full windows.
         self.state = fixed.at([self.size] * len(tokens))
         self.graph, (self.last, self.after, self.surprise) = capture(self._read, tokens.device)
+        self.lock = threading.Lock()  # sessions in several threads share the buffers
 
     def _read(self) -> tuple[Tensor, State, Tensor | None]:
         """Read the piece in the buffers; returns the last hidden vectors, the state, and the sum of the
@@ -185,11 +187,13 @@ class CapturedPiece:
         """Read a piece from a state; returns the last hidden vectors ``[b d]``, the new state, and the sum of
         the surprise (None if no memory was written).
         """
-        self.tokens.copy_(tokens)
-        copy_all(self.state.tensors(), state.tensors())
-        self.graph.replay()
-        after = self.after.map(torch.clone).at([place + self.size for place in positions_of(state.position)])
-        return self.last.clone(), after, None if self.surprise is None else self.surprise.clone()
+        places = [place + self.size for place in positions_of(state.position)]
+        with self.lock:
+            self.tokens.copy_(tokens)
+            copy_all(self.state.tensors(), state.tensors())
+            self.graph.replay()
+            after = self.after.map(torch.clone).at(places)
+            return self.last.clone(), after, None if self.surprise is None else self.surprise.clone()
 
 
 _CaptureKey = tuple[int, Schedule, list[nn.Module], list[int]]

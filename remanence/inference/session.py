@@ -92,13 +92,13 @@ class Session:
         """The number of tokens read and generated so far."""
         return positions_of(self.state.position)[0]
 
-    def _check_idle(self, what: str) -> None:
+    def _check_idle(self, action: str) -> None:
         """Raise an error while a stream is unfinished, because continuing the stream would overwrite a change
-        of the state. `what` is the name to show in the error.
+        of the state. `action` is the name to show in the error.
         """
         if self._is_streaming:
             raise ValueError(
-                f"{what}: expected no answer under way, got an unfinished stream; finish its loop, or end it with "
+                f"{action}: expected no answer under way, got an unfinished stream; finish its loop, or end it with "
                 "stream.close()"
             )
 

@@ -57,8 +57,8 @@ def segment_mask(
     """Mask within MAC's segment (eq. 22): persistent tokens, the vector retrieved for each token, the tokens.
 
     Token i attends to retrieved vector j and token j for j <= i only: vector j was retrieved with token j as the query,
-    so a later one would leak the future. The state holds the first `opened` positions of the segment, of which each row
-    has read `position`.
+    so a later one would leak the future. The state has slots for the first `opened` positions of the segment; row
+    r has read only the first ``position[r]`` of them, and the other slots are empty.
 
     Two queries after two cached positions of which one has been read, one persistent token::
 

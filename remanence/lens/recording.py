@@ -71,7 +71,7 @@ class Recording(NamedTuple):
     tokens_read: int
 
 
-def memory_layers(model: CausalModel, only: Sequence[int] = ()) -> dict[int, NeuralMemory]:
+def memory_layers(model: CausalModel, layers: Sequence[int] = ()) -> dict[int, NeuralMemory]:
     """Return the neural memories of a model by layer index, counted from 0. With `only`, return just those of
     the given layers.
     """
@@ -84,11 +84,11 @@ def memory_layers(model: CausalModel, only: Sequence[int] = ()) -> dict[int, Neu
     if not found:
         blocks = " ".join(model.config.pattern)
         raise ValueError(f"model: expected one with a neural memory, got the blocks {blocks}")
-    for index in only:
+    for index in layers:
         if index not in found:
             numbers = ", ".join(str(layer + 1) for layer in found)
             raise ValueError(f"--layers: expected layers with a memory ({numbers}), got {index + 1}")
-    return {index: layer for index, layer in found.items() if index in only or not only}
+    return {index: layer for index, layer in found.items() if index in layers or not layers}
 
 
 def piece_length(model: CausalModel, tokens: int) -> int:
@@ -130,7 +130,7 @@ def record(
     source: Iterable[str | bytes],
     step: int,
     reach: int = REACH,
-    only: Sequence[int] = (),
+    layers: Sequence[int] = (),
     max_tokens: int | None = None,
 ) -> Iterator[Recording]:
     """Read a text into a session and yield a `Recording` for every `step` tokens.
@@ -140,20 +140,20 @@ def record(
         source: the text, in strings or bytes of any length.
         step: number of tokens in a piece.
         reach: number of earlier tokens among which the matches of a token are searched.
-        only: layers to record, counted from 0; by default all layers that have a memory.
+        layers: indices of the layers to record, counted from 0; by default all layers that have a memory.
         max_tokens: largest number of tokens to read. None means the whole text.
     """
     if not 1 <= reach <= MAX_REACH:
         raise ValueError(f"--reach: expected from 1 to {MAX_REACH:,} tokens, got {reach}")
-    layers = memory_layers(session.model, only)
+    memories = memory_layers(session.model, layers)
     histories = [
         ValueHistory(layer.heads, layer.head_dim, reach, session.model.embed.weight)
-        for layer in layers.values()
+        for layer in memories.values()
     ]
     lists = _first_tokens(session.tokenizer.stream(_refuse_compressed(source)), max_tokens)
     for tokens in token_pieces(lists, step):
         with threads_for(session.model):  # the setting must not apply while the caller processes a recording
-            recording = _record_piece(session, layers, histories, tokens)
+            recording = _record_piece(session, memories, histories, tokens)
         yield recording
 
 

@@ -47,15 +47,15 @@ class LMM(MemoryMixer):
 
     def activation_bytes(self, dim: int) -> float:
         kind = "matrix" if self.memory.layer.config.net == "linear" else "lmm"
-        return memory_bytes(ACTIVATIONS[kind], self.memory) * dim
+        return scaled_activation_bytes(ACTIVATIONS[kind], self.memory) * dim
 
 
-def memory_bytes(measured: float, memory: Memory) -> float:
-    """Bytes of activations per token and unit of width, of a layer with a memory. `measured` is the number
-    for the paper's network; it is scaled to the size of this memory's network.
+def scaled_activation_bytes(paper_bytes: float, memory: Memory) -> float:
+    """Bytes of activations per token and unit of width, of a layer with a memory. `paper_bytes` is the measured
+    number for the paper's network; it is scaled to the size of this memory's network.
     """
     without = ACTIVATIONS["window"]
-    return without + max(0.0, (measured - without) * memory.relative_activations())
+    return without + max(0.0, (paper_bytes - without) * memory.relative_activations())
 
 
 def linear_baseline(rule: str) -> Callable[[ModelConfig], LMM]:

@@ -21,7 +21,7 @@ from remanence.layers.decoding import SegmentDecoder, StepContext
 from remanence.memory.neural import NeuralMemoryState
 from remanence.memory.observation import current_observer
 from remanence.mixers.base import ACTIVATIONS, Context, MemoryTrace, MixerDecoder, MixerOutput
-from remanence.mixers.lmm import memory_bytes
+from remanence.mixers.lmm import scaled_activation_bytes
 from remanence.mixers.memory import Memory, MemoryDecoder, MemoryMixer
 from remanence.mixers.window_and_memory import Join
 from remanence.ops import decode
@@ -223,8 +223,8 @@ class MAC(MemoryMixer):
 
     @property
     def segment_length(self) -> int | None:
-        """Number of tokens in a segment; None if segments are not whole chunks, or memories are being
-        observed.
+        """Number of tokens in a segment, for schedules that read whole segments. None if they cannot be used:
+        a segment is not a multiple of the chunk, or a recording of the memories is under way.
         """
         return self.size if self.size % self.memory.chunk == 0 and current_observer() is None else None
 
@@ -291,7 +291,7 @@ class MAC(MemoryMixer):
         return super().flops(length) + 12.0 * self.dim * seen
 
     def activation_bytes(self, dim: int) -> float:
-        return memory_bytes(ACTIVATIONS["mac"], self.memory) * dim
+        return scaled_activation_bytes(ACTIVATIONS["mac"], self.memory) * dim
 
 
 class MACDecoder(MixerDecoder):

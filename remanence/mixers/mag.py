@@ -9,7 +9,7 @@ from torch import Tensor
 from remanence.config import Mode, ModelConfig
 from remanence.layers.decoding import StepContext
 from remanence.mixers.base import ACTIVATIONS, Context, MixerOutput
-from remanence.mixers.lmm import memory_bytes
+from remanence.mixers.lmm import scaled_activation_bytes
 from remanence.mixers.window_and_memory import (
     Join,
     WindowAndMemory,
@@ -34,7 +34,7 @@ class MAG(WindowAndMemory):
         return MAGDecoder(self, state, memory_mode)
 
     def activation_bytes(self, dim: int) -> float:
-        return memory_bytes(ACTIVATIONS["mag"], self.memory) * dim
+        return scaled_activation_bytes(ACTIVATIONS["mag"], self.memory) * dim
 
 
 class MAGDecoder(WindowAndMemoryDecoder):

@@ -10,7 +10,7 @@ from remanence.config import Mode, ModelConfig
 from remanence.layers import RMSNorm
 from remanence.layers.decoding import StepContext
 from remanence.mixers.base import ACTIVATIONS, Context, MixerOutput
-from remanence.mixers.lmm import memory_bytes
+from remanence.mixers.lmm import scaled_activation_bytes
 from remanence.mixers.window_and_memory import WindowAndMemory, WindowAndMemoryDecoder, WindowAndMemoryState
 
 
@@ -30,7 +30,7 @@ class MAL(WindowAndMemory):
         return MALDecoder(self, state, memory_mode)
 
     def activation_bytes(self, dim: int) -> float:
-        return memory_bytes(ACTIVATIONS["mal"], self.memory) * dim
+        return scaled_activation_bytes(ACTIVATIONS["mal"], self.memory) * dim
 
 
 class MALDecoder(WindowAndMemoryDecoder):

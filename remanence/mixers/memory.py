@@ -83,12 +83,12 @@ class Memory(Module):
     def decode_unsupported_reason(self) -> str | None:
         """Why the memory cannot be decoded token by token; None if it can."""
         if current_observer() is not None:
-            return "memories are being observed"
+            return "a recording of the memories is under way"
         return decode.unsupported_reason(self.layer.net, self.layer.rule)
 
     def capture_unsupported_reason(self) -> str | None:
         """Why a call of the memory cannot be captured as a CUDA graph; None if it can."""
-        return None if current_observer() is None else "memories are being observed"
+        return None if current_observer() is None else "a recording of the memories is under way"
 
     def forward(
         self,

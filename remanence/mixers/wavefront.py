@@ -94,7 +94,7 @@ def unsupported_reason(blocks: Sequence[nn.Module]) -> str | None:
         return "the wavefront schedule needs at least two layers, all of one kind"
     lengths = {mixer.segment_length for mixer in segment_mixers(blocks)}
     if None in lengths:
-        return "the layers do not read whole segments of whole chunks, or memories are being observed"
+        return "the layers do not read whole segments of whole chunks, or a recording of the memories is under way"
     if len(lengths) > 1:
         return "the layers' segments differ in length"
     if (name := overridden_method(mixers[0], "read_segment")) is not None:
@@ -310,7 +310,7 @@ class _SegmentReader:
         """Use these tensors, by the names of the parameters."""
         for name, weight in weights.items():
             owner, key = self.parameters[name]
-            owner[key] = weight  # type: ignore[assignment]  # stacked weights are no nn.Parameter
+            owner[key] = weight
 
     def read(self, x: Tensor, carry: TensorTuple) -> tuple[Tensor, TensorTuple, MemoryTrace | None]:
         """Returns the output, the carry and the trace."""

@@ -109,15 +109,17 @@ class InPlaceMemory:
         """Return X and D of the incomplete chunk, one tensor ``[m c ...]`` per layer. Unused slots have no
         effect on later tokens, because their coefficients are 0.
         """
-        co = coefficients(self.rule, self.gates, torch.zeros(len(k), dtype=torch.bool, device=k.device))
-        rec = cf.record_keys(
+        coef = coefficients(self.rule, self.gates, torch.zeros(len(k), dtype=torch.bool, device=k.device))
+        key_activations = cf.record_keys(
             self.net,
             self.rule,
-            cf.Anchor(self.layers, co, cf.token_exact_solver(self.net, self.rule, k, co)),
+            cf.Anchor(self.layers, coef, cf.token_exact_solver(self.net, self.rule, k, coef)),
             k,
             v,
         )
-        return [x.contiguous() for x in rec.inputs], [x.contiguous() for x in rec.errors]
+        return [x.contiguous() for x in key_activations.inputs], [
+            x.contiguous() for x in key_activations.errors
+        ]
 
     @property
     def weights(self) -> Weights:
@@ -136,12 +138,16 @@ class InPlaceMemory:
     def current_weights(self) -> Weights:
         """Return the weights ``[r h ...]`` after all tokens so far, including those of the incomplete chunk."""
         slot = self._repeat_heads(self.position % self.chunk)
-        co = coefficients(self.rule, self.gates, torch.zeros_like(slot, dtype=torch.bool))
-        mix, own = self._gather_slot(slot, *cf.previous_token_factors(co._replace(anchor_scale=None)))
+        coef = coefficients(self.rule, self.gates, torch.zeros_like(slot, dtype=torch.bool))
+        gradient_factors, state_factors = self._gather_slot(
+            slot, *cf.previous_token_factors(coef._replace(anchor_scale=None))
+        )
         weights = []
         for layer, x, error in zip(self.layers, self.inputs, self.errors, strict=True):
-            held = (own.mT.unsqueeze(-1) * layer).sum(1)
-            weights.append(self._split_heads(torch.baddbmm(held, (x * mix.mT).mT, error, alpha=-1)))
+            held = (state_factors.mT.unsqueeze(-1) * layer).sum(1)
+            weights.append(
+                self._split_heads(torch.baddbmm(held, (x * gradient_factors.mT).mT, error, alpha=-1))
+            )
         return tuple(weights)
 
     def _repeat_heads(self, x: Tensor) -> Tensor:
@@ -170,33 +176,44 @@ class InPlaceMemory:
         for buffer, gate in zip(self.gates, gates, strict=True):
             if buffer is not None and gate is not None:
                 write_slots(buffer, slot, gate.flatten(), on)
-        full = coefficients(self.rule, self.gates, on & (slot == self.chunk - 1))
-        mix, own, before, own_before = self._gather_slot(
-            slot, full.gradient_factors, full.state_factors, *cf.previous_token_factors(full)
+        chunk_coef = coefficients(self.rule, self.gates, on & (slot == self.chunk - 1))
+        gradient_factors, state_factors, previous_gradient_factors, previous_state_factors = (
+            self._gather_slot(
+                slot,
+                chunk_coef.gradient_factors,
+                chunk_coef.state_factors,
+                *cf.previous_token_factors(chunk_coef),
+            )
         )
-        co = full._replace(
-            gradient_factors=mix,
-            state_factors=own,
-            anchor_scale=None if full.anchor_scale is None else self._gather_slot(slot, full.anchor_scale)[0],
+        coef = chunk_coef._replace(
+            gradient_factors=gradient_factors,
+            state_factors=state_factors,
+            anchor_scale=None
+            if chunk_coef.anchor_scale is None
+            else self._gather_slot(slot, chunk_coef.anchor_scale)[0],
         )
-        at_key = (
-            co._replace(gradient_factors=before, state_factors=own_before)
+        key_coef = (
+            coef._replace(gradient_factors=previous_gradient_factors, state_factors=previous_state_factors)
             if cf.is_token_exact(self.net, self.rule)
-            else co
+            else coef
         )
-        rec = cf.record_next_key(
-            self.net, self.rule, cf.Anchor(self.layers, at_key), self.inputs, self.errors, k, v
+        key_activations = cf.record_next_key(
+            self.net, self.rule, cf.Anchor(self.layers, key_coef), self.inputs, self.errors, k, v
         )
-        pairs = zip((*self.inputs, *self.errors, self.v), (*rec.inputs, *rec.errors, v), strict=True)
+        pairs = zip(
+            (*self.inputs, *self.errors, self.v),
+            (*key_activations.inputs, *key_activations.errors, v),
+            strict=True,
+        )
         for buffer, new in pairs:
             write_slots(buffer, slot, new.squeeze(1), on)
         y = cf.read_queries(
-            self.net, cf.Anchor(self.layers, co), self.inputs, self.errors, q
+            self.net, cf.Anchor(self.layers, coef), self.inputs, self.errors, q
         ).answers.squeeze(1)
-        surprise = rec.surprise(self.rule).squeeze(1)
+        surprise = key_activations.surprise(self.rule).squeeze(1)
         ends = tuple(torch.empty_like(layer) for layer in self.layers)
         # This does not change the state of a row whose chunk is not complete.
-        cf.write_end_state(cf.Anchor(self.layers, full), self.inputs, self.errors, ends)
+        cf.write_end_state(cf.Anchor(self.layers, chunk_coef), self.inputs, self.errors, ends)
         for layer, end in zip(self.layers, ends, strict=True):
             layer.copy_(end)
         is_finite = self._split_heads(is_within(y).all(-1) & is_within(surprise, DIVERGENCE_LIMIT**2)).all(1)

@@ -18,7 +18,7 @@ from remanence.ops.state import Gates, RuleState, Weights
 
 
 def _chunk_step_of_head(
-    net: Net, rule: LinearRule, co: Coefficients, q: Tensor, k: Tensor, v: Tensor, state: Weights
+    net: Net, rule: LinearRule, coef: Coefficients, q: Tensor, k: Tensor, v: Tensor, state: Weights
 ) -> tuple[Tensor, Tensor, Weights]:
     """Compute `chunk_step` for one head: keys ``[c e]``, queries ``[c' e]`` of the last c' tokens, and layers
     ``[p ...]``.
@@ -28,35 +28,35 @@ def _chunk_step_of_head(
         return rule.loss_function(net.apply(weights, k), v)
 
     start = tuple(layer[0] for layer in state)
-    if co.anchor_scale is None:
+    if coef.anchor_scale is None:
         u, surprise = vmap(grad_and_value(loss), in_dims=(None, 0, 0))(start, k, v)
     else:
         u, surprise = vmap(grad_and_value(loss))(
-            tuple(torch.tensordot(co.anchor_scale, W, 0) for W in start), k, v
+            tuple(torch.tensordot(coef.anchor_scale, W, 0) for W in start), k, v
         )
     queried = slice(k.shape[0] - q.shape[0], None)
     weights, end = [], []
     for layer, change in zip(state, u, strict=True):
         weights.append(
-            torch.tensordot(co.state_factors[queried], layer, 1)
-            - torch.tensordot(co.gradient_factors[queried], change, 1)
+            torch.tensordot(coef.state_factors[queried], layer, 1)
+            - torch.tensordot(coef.gradient_factors[queried], change, 1)
         )
         end.append(
-            torch.tensordot(co.end_state_factors, layer, 1)
-            - torch.tensordot(co.end_gradient_factors.mT, change, 1)
+            torch.tensordot(coef.end_state_factors, layer, 1)
+            - torch.tensordot(coef.end_gradient_factors.mT, change, 1)
         )
     return vmap(net.apply)(tuple(weights), q), surprise, tuple(end)
 
 
 def chunk_step(
-    net: Net, rule: LinearRule, co: Coefficients, q: Tensor, k: Tensor, v: Tensor, state: Weights
+    net: Net, rule: LinearRule, coef: Coefficients, q: Tensor, k: Tensor, v: Tensor, state: Weights
 ) -> tuple[Tensor, Tensor, Weights]:
     """Return the answers, the surprise and the end state of one chunk ``[m c e]``, for all m rows and heads."""
 
-    def head(co: tuple[Tensor, ...], *rest: Any) -> tuple[Tensor, Tensor, Weights]:
-        return _chunk_step_of_head(net, rule, Coefficients._make([*co, *[None] * (5 - len(co))]), *rest)
+    def head(coef: tuple[Tensor, ...], *rest: Any) -> tuple[Tensor, Tensor, Weights]:
+        return _chunk_step_of_head(net, rule, Coefficients._make([*coef, *[None] * (5 - len(coef))]), *rest)
 
-    return vmap(head)(tuple(x for x in co if x is not None), q, k, v, state)
+    return vmap(head)(tuple(x for x in coef if x is not None), q, k, v, state)
 
 
 def rule_step(

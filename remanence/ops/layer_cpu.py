@@ -36,13 +36,13 @@ def short_conv(x: Tensor, past: Tensor, weight: Tensor, heads: int, unit: bool) 
 
 
 def log_gates(
-    x: Tensor, weight: Tensor, bias: Tensor, heads: int, flipped: Sequence[bool]
+    x: Tensor, weight: Tensor, bias: Tensor, heads: int, negated: Sequence[bool]
 ) -> tuple[Tensor, ...]:
-    """Return log-sigmoid gates ``[b t h]`` of x ``[b t d]``, one per entry of `flipped`. Where an entry is
+    """Return log-sigmoid gates ``[b t h]`` of x ``[b t d]``, one per entry of `negated`. Where an entry is
     True, the gate is the log-sigmoid of the negated logits.
     """
     logs, *_ = log_gates_forward(
-        x, weight, bias, heads, sum(1 << gate for gate, flip in enumerate(flipped) if flip)
+        x, weight, bias, heads, sum(1 << gate for gate, negate in enumerate(negated) if negate)
     )
     return logs.unbind(0)
 
@@ -130,15 +130,15 @@ def _convolve(image: Tensor, weight: Tensor) -> Tensor:
 
 
 def _log_gates(
-    x: Tensor, weight: Tensor, bias: Tensor, heads: int, flipped: int
+    x: Tensor, weight: Tensor, bias: Tensor, heads: int, negated: int
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the log gates ``[gates b t heads]`` and, for backward, the logits ``[b*t gates*heads]`` and the
-    input scales ``[b*t]``. `flipped` has one bit per gate.
+    input scales ``[b*t]``. `negated` has one bit per gate.
     """
     tokens = _upcast(x).flatten(0, 1)
     scale = torch.rsqrt(tokens.square().mean(-1, keepdim=True) + 1e-6)
     logits = F.linear(tokens, weight.to(tokens.dtype)) * scale + bias.to(tokens.dtype)
-    logs = F.logsigmoid(logits * _signs(logits, heads, flipped))
+    logs = F.logsigmoid(logits * _signs(logits, heads, negated))
     return logs.view(*x.shape[:2], -1, heads).movedim(-2, 0).contiguous(), logits, scale.squeeze(-1)
 
 
@@ -148,18 +148,18 @@ def _log_gates_backward(
     weight: Tensor,
     bias: Tensor,
     logits: Tensor,
-    scales: Tensor,
+    rstds: Tensor,
     heads: int,
-    flipped: int,
+    negated: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of x, weight and bias."""
-    tokens, scale, signs = _upcast(x).flatten(0, 1), scales.unsqueeze(-1), _signs(logits, heads, flipped)
+    tokens, scale, signs = _upcast(x).flatten(0, 1), rstds.unsqueeze(-1), _signs(logits, heads, negated)
     g_logits = g_logs.movedim(0, -2).reshape(logits.shape) * signs * torch.sigmoid(-signs * logits)
-    pull = (
+    norm_correction = (
         (g_logits * (logits - bias.to(logits.dtype))).sum(-1, keepdim=True) * scale * scale / tokens.shape[-1]
     )
     g_products = g_logits * scale
-    g_x = (g_products @ weight.to(tokens.dtype)).addcmul_(tokens, pull, value=-1)
+    g_x = (g_products @ weight.to(tokens.dtype)).addcmul_(tokens, norm_correction, value=-1)
     return (
         g_x.view(x.shape).to(x.dtype),
         (g_products.mT @ tokens).to(weight.dtype),
@@ -167,11 +167,11 @@ def _log_gates_backward(
     )
 
 
-def _signs(logits: Tensor, heads: int, flipped: int) -> Tensor:
-    """Return -1 for the logits of gates whose bit is set in `flipped`, and 1 for the others:
+def _signs(logits: Tensor, heads: int, negated: int) -> Tensor:
+    """Return -1 for the logits of gates whose bit is set in `negated`, and 1 for the others:
     ``[gates*heads]``.
     """
-    signs = [-1.0 if flipped >> gate & 1 else 1.0 for gate in range(logits.shape[-1] // heads)]
+    signs = [-1.0 if negated >> gate & 1 else 1.0 for gate in range(logits.shape[-1] // heads)]
     return torch.tensor(signs, dtype=logits.dtype).repeat_interleave(heads)
 
 
@@ -190,9 +190,9 @@ def _gated_norm_backward(
     g_gained = (g_y * F.silu(gate)).unflatten(-1, x.shape[-2:]).to(wide.dtype)
     g_weight = (g_gained * normed).flatten(0, -2).sum(0)
     g_normed = g_gained.mul_(gain)
-    along = (g_normed * normed).mean(-1, keepdim=True)
+    norm_correction = (g_normed * normed).mean(-1, keepdim=True)
     return (
-        torch.addcmul(g_normed, normed, along, value=-1).mul_(factor).to(x.dtype),
+        torch.addcmul(g_normed, normed, norm_correction, value=-1).mul_(factor).to(x.dtype),
         g_gate,
         g_weight.to(weight.dtype),
     )
@@ -255,7 +255,7 @@ def _fake_short_conv(x: Tensor, past: Tensor, weight: Tensor, heads: int, unit: 
 
 
 def _fake_log_gates(
-    x: Tensor, weight: Tensor, bias: Tensor, heads: int, flipped: int
+    x: Tensor, weight: Tensor, bias: Tensor, heads: int, negated: int
 ) -> tuple[Tensor, Tensor, Tensor]:
     like = _upcast(x)
     tokens, count = x.shape[0] * x.shape[1], weight.shape[0]
@@ -311,7 +311,7 @@ log_gates_forward = _register(
     _log_gates_backward,
     _fake_log_gates,
     "Tensor x, Tensor weight, Tensor bias",
-    "int heads, int flipped",
+    "int heads, int negated",
     extra=2,
 )
 gated_norm_forward = _register(

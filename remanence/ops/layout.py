@@ -25,7 +25,7 @@ class Layout:
     """The layout of one call, for backends that read positions on the host. `offsets` are the offsets of
     packed documents, or None if each batch row is one document.
 
-    With `replay`, rows of queries always keep slots for the tail, for a backend that recomputes every token
+    With `recomputes_tail`, rows of queries always keep slots for the tail, for a backend that recomputes every token
     of a row.
     """
 
@@ -37,7 +37,7 @@ class Layout:
         chunk: int,
         offsets: list[int] | None,
         *,
-        replay: bool = False,
+        recomputes_tail: bool = False,
     ) -> None:
         self.batch, self.tokens, self.chunk = batch, tokens, chunk
         self.tails = [position % chunk for position in positions_of(state.position)]
@@ -52,7 +52,9 @@ class Layout:
         # A single chunk is not padded, so that decoding computes only with the tokens so far.
         self.length = longest if self.chunks == 1 else self.chunks * chunk
         self.is_uniform = offsets is None and len(set(self.tails)) == 1
-        self.query_offset = self.tails[0] if self.is_uniform and self.chunks == 1 and not replay else 0
+        self.query_offset = (
+            self.tails[0] if self.is_uniform and self.chunks == 1 and not recomputes_tail else 0
+        )
         self.device = state.position.device
 
     def rows_with_tail(self, tail: Tensor, x: Tensor) -> Tensor:
@@ -176,9 +178,10 @@ class Layout:
         )
 
 
-class DeviceLayout:
-    """A `Layout` that does not synchronise with the device. Positions stay on the device, and shapes are
-    large enough for any position in a chunk, so a row may end with a chunk without tokens.
+class SyncFreeLayout:
+    """A `Layout` that never waits for the device (no synchronisation). Positions and indices stay on the
+    device, where they are computed, and shapes are large enough for any position in a chunk, so a row may end
+    with a chunk without tokens.
 
     With `aligned`, the caller guarantees that every row is at a chunk border, so that nothing has to be
     rearranged.
@@ -349,7 +352,7 @@ def gather_or_zero(rows: Tensor, index: Tensor) -> Tensor:
     return picked if index.dim() == 1 else picked.view(*index.shape, *rows.shape[1:])
 
 
-def gates_with_tail(layout: Layout | DeviceLayout, state: MemoryState, gates: Gates) -> Gates:
+def gates_with_tail(layout: Layout | SyncFreeLayout, state: MemoryState, gates: Gates) -> Gates:
     """Apply `rows_with_tail` to each gate and its tail in the state. Gates that the rule does not use stay
     None.
     """

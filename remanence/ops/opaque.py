@@ -28,7 +28,7 @@ BLOCK_CHUNKS = 16
 not known at compile time.
 """
 
-_KIND = (
+_NET_AND_RULE = (
     "int depth, float expansion, str activation, bool residual, bool norm, bool bias, "
     "bool momentum, bool forget, bool decay_first, str anchor, str loss"
 )
@@ -38,10 +38,10 @@ _TENSORS = (
     "Tensor tail_step, Tensor? tail_momentum, Tensor? tail_keep, Tensor[] layers"
 )
 """The part of the schema with the differentiable tensors."""
-_CALL = f"{_TENSORS}, Tensor position, Tensor diverged, int[]? offsets, int chunk, {_KIND}"
+_CALL = f"{_TENSORS}, Tensor position, Tensor diverged, int[]? offsets, int chunk, {_NET_AND_RULE}"
 """The arguments that both operators have in common."""
 # The index of the layers, the index of the first argument that is not a tensor, and the number of arguments.
-_LAYERS, _PLAIN, _ARGUMENTS = (
+_LAYERS_INDEX, _FIRST_NON_TENSOR, _NUM_ARGUMENTS = (
     11,
     14,
     27,
@@ -198,7 +198,7 @@ def _fake_forward(*arguments: Any) -> list[Tensor]:
 
 def _backward(*arguments: Any) -> list[Tensor]:
     """Return the gradients of `_Call.differentiable_tensors`, then those of the layers of the state."""
-    call, (saved, grads) = _Call.from_arguments(*arguments[:_ARGUMENTS]), arguments[_ARGUMENTS:]
+    call, (saved, grads) = _Call.from_arguments(*arguments[:_NUM_ARGUMENTS]), arguments[_NUM_ARGUMENTS:]
     state, heads = call.state, call.q.shape[2]
     layout, scan, block, _ = call.arrange()
     results = [
@@ -239,30 +239,36 @@ def _backward(*arguments: Any) -> list[Tensor]:
 
 def _fake_backward(*arguments: Any) -> list[Tensor]:
     """Return empty tensors in the shapes of the results of `_backward`."""
-    call = _Call.from_arguments(*arguments[:_ARGUMENTS])
+    call = _Call.from_arguments(*arguments[:_NUM_ARGUMENTS])
     return [x.new_empty(x.shape) for x in (*call.differentiable_tensors, *call.state.layers)]
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
     """Save the tensors that the backward pass needs, and mark the outputs that have no gradient."""
-    layers = inputs[_LAYERS]
+    layers = inputs[_LAYERS_INDEX]
     # The number of differentiable outputs: answers, surprise, and the state without position and diverged.
     found = 2 + len(_Call.from_arguments(*inputs[:-1]).state.tensors()) - 2
     ctx.set_materialize_grads(False)
     ctx.mark_non_differentiable(*output[found:])
     ctx.found = found
-    ctx.depth, ctx.plain = len(layers), inputs[_PLAIN:_ARGUMENTS]
-    ctx.save_for_backward(*inputs[:_LAYERS], *inputs[_LAYERS + 1 : _PLAIN], *layers, *output[found + 2 :])
+    ctx.depth, ctx.plain = len(layers), inputs[_FIRST_NON_TENSOR:_NUM_ARGUMENTS]
+    ctx.save_for_backward(
+        *inputs[:_LAYERS_INDEX], *inputs[_LAYERS_INDEX + 1 : _FIRST_NON_TENSOR], *layers, *output[found + 2 :]
+    )
 
 
 def _autograd_backward(ctx: Any, grads: list[Tensor | None]) -> tuple[Any, ...]:
     """Return one gradient per argument of the operator; None for arguments without a gradient."""
     saved = ctx.saved_tensors
-    inputs, (position, diverged), rest = saved[:_LAYERS], saved[_LAYERS : _PLAIN - 1], saved[_PLAIN - 1 :]
+    inputs, (position, diverged), rest = (
+        saved[:_LAYERS_INDEX],
+        saved[_LAYERS_INDEX : _FIRST_NON_TENSOR - 1],
+        saved[_FIRST_NON_TENSOR - 1 :],
+    )
     layers, kept = list(rest[: ctx.depth]), list(rest[ctx.depth :])
     found = iter(chunked_backward(*inputs, layers, position, diverged, *ctx.plain, kept, grads[: ctx.found]))
     g_inputs = [None if x is None else next(found) for x in inputs]
-    return *g_inputs, list(found), *[None] * (_ARGUMENTS - _LAYERS)
+    return *g_inputs, list(found), *[None] * (_NUM_ARGUMENTS - _LAYERS_INDEX)
 
 
 _CUDAGRAPH_UNSAFE = (

@@ -73,7 +73,7 @@ def memorize(
     """Run `memorize_document` for every row and head. The arguments are those of `remanence.ops.memorize` and
     must have been checked. Returns the answers, the new state and the surprise.
     """
-    layout = Layout(q.shape[0], q.shape[1], state, chunk, offsets, replay=True)
+    layout = Layout(q.shape[0], q.shape[1], state, chunk, offsets, recomputes_tail=True)
     queries, k, v, gates = (
         layout.query_rows(q),
         layout.rows_with_tail(state.k, k),

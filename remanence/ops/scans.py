@@ -47,8 +47,8 @@ def _received_gradient(s: ChunkBlock, g_y: Tensor, g_surprise: Tensor) -> Tensor
     """Return the sum of the absolute gradients of each chunk's outputs ``[n m]``. The gradients of the
     answers are multiplied by the largest query if that is above 1.
     """
-    reach = s.q.abs().flatten(2).amax(-1).clamp(min=1.0) if s.q.numel() else 1.0
-    return g_y.abs().sum((-1, -2)) * reach + g_surprise.abs().sum(-1)
+    largest_query = s.q.abs().flatten(2).amax(-1).clamp(min=1.0) if s.q.numel() else 1.0
+    return g_y.abs().sum((-1, -2)) * largest_query + g_surprise.abs().sum(-1)
 
 
 class ChunkScan(Protocol):
@@ -86,7 +86,7 @@ class ClosedFormScan:
         self.slow_parameters: list[Tensor] = []
 
     def _record_keys(
-        self, s: ChunkBlock, co: Coefficients, state: Weights
+        self, s: ChunkBlock, coef: Coefficients, state: Weights
     ) -> tuple[Weights, list[cf.Anchor], list[cf.KeyActivations]]:
         """Return the states ``[n+1 m ...]`` at the chunk borders (``[1 m ...]`` if no chunk is complete), and
         for each chunk its anchor and the activations of its keys.
@@ -99,24 +99,24 @@ class ClosedFormScan:
                 layer[0] = first
         borders = list(zip(*[layer.unbind() for layer in states], strict=True))
         anchors, records = [], []
-        for i, (chunk_co, k, v) in enumerate(
-            zip(_unbind_chunks(co, n), s.k.unbind(), s.v.unbind(), strict=True)
+        for i, (chunk_coef, k, v) in enumerate(
+            zip(_unbind_chunks(coef, n), s.k.unbind(), s.v.unbind(), strict=True)
         ):
-            anchors.append(cf.Anchor(borders[i], chunk_co))
+            anchors.append(cf.Anchor(borders[i], chunk_coef))
             records.append(cf.record_keys(self.net, self.rule, anchors[-1], k, v))
             if self.completes_chunk:
                 cf.write_end_state(anchors[-1], records[-1].inputs, records[-1].errors, borders[i + 1])
         return states, anchors, records
 
     def _answer_queries(
-        self, s: ChunkBlock, co: Coefficients, states: Weights, records: list[cf.KeyActivations]
+        self, s: ChunkBlock, coef: Coefficients, states: Weights, records: list[cf.KeyActivations]
     ) -> tuple[cf.Anchor, list[Tensor], list[Tensor], cf.QueryActivations]:
         """Return the anchor of all chunks together, the layer inputs and errors of their keys, and the
         activations of the queries, which include the answers.
         """
         block_anchor = cf.Anchor(
             tuple(layer[: len(records)].flatten(0, 1) for layer in states),
-            _map_coefficients(lambda x: x.flatten(0, 1), co),
+            _map_coefficients(lambda x: x.flatten(0, 1), coef),
         )
         inputs, errors = (
             _concat_layers([record.inputs for record in records]),
@@ -130,12 +130,12 @@ class ClosedFormScan:
         )
 
     def forward(self, s: ChunkBlock, state: Weights) -> tuple[Tensor, Tensor, Weights]:
-        co = coefficients(self.rule, s.gates, s.complete)
-        states, _, records = self._record_keys(s, co, state)
-        *_, reading = self._answer_queries(s, co, states, records)
+        coef = coefficients(self.rule, s.gates, s.complete)
+        states, _, records = self._record_keys(s, coef, state)
+        *_, query_activations = self._answer_queries(s, coef, states, records)
         surprise = torch.stack([record.surprise(self.rule) for record in records])
         return (
-            reading.answers.unflatten(0, s.q.shape[:2]),
+            query_activations.answers.unflatten(0, s.q.shape[:2]),
             surprise,
             tuple(_last_state(layer, s.complete) for layer in states if self.completes_chunk),
         )
@@ -149,23 +149,23 @@ class ClosedFormScan:
         g_state: list[Tensor],
         clamp: GradientClamp,
     ) -> tuple[list[Grad], list[Tensor], list[Grad]]:
-        co = coefficients(self.rule, s.gates, s.complete)
-        g_co = _map_coefficients(lambda x: torch.zeros_like(x, memory_format=torch.contiguous_format), co)
-        states, anchors, records = self._record_keys(s, co, state)
-        block_anchor, inputs, errors, reading = self._answer_queries(s, co, states, records)
-        flat = _map_coefficients(lambda x: x.flatten(0, 1), g_co)
+        coef = coefficients(self.rule, s.gates, s.complete)
+        g_coef = _map_coefficients(lambda x: torch.zeros_like(x, memory_format=torch.contiguous_format), coef)
+        states, anchors, records = self._record_keys(s, coef, state)
+        block_anchor, inputs, errors, query_activations = self._answer_queries(s, coef, states, records)
+        flat = _map_coefficients(lambda x: x.flatten(0, 1), g_coef)
         g_q, g = cf.read_queries_backward(
-            self.net, block_anchor, inputs, errors, reading, g_y.flatten(0, 1), flat
+            self.net, block_anchor, inputs, errors, query_activations, g_y.flatten(0, 1), flat
         )
-        del block_anchor, inputs, errors, reading
+        del block_anchor, inputs, errors, query_activations
         n = len(anchors)
         parts = [
             list(zip(*[x.unflatten(0, (n, -1)).unbind() for x in group], strict=True)) for group in g[:3]
         ]
         g_k, g_v = torch.empty_like(s.k), torch.empty_like(s.v)
-        received, g_cos = _received_gradient(s, g_y, g_surprise), _unbind_chunks(g_co, n)
+        received, g_coef_by_chunk = _received_gradient(s, g_y, g_surprise), _unbind_chunks(g_coef, n)
         for i in range(n - 1, -1, -1):
-            g_chunk = cf.ChunkGrads._make([*[list(group[i]) for group in parts], g_cos[i]])
+            g_chunk = cf.ChunkGrads._make([*[list(group[i]) for group in parts], g_coef_by_chunk[i]])
             if self.completes_chunk:
                 cf.write_end_state_backward(anchors[i], records[i], g_state, g_chunk)
             g_k[i], g_v[i] = cf.record_keys_backward(
@@ -173,7 +173,7 @@ class ClosedFormScan:
             )
             g_state = g_chunk.state
             clamp.apply(g_state, received[i])
-        g_gates = coefficients_backward(s.gates, s.complete, g_co)
+        g_gates = coefficients_backward(s.gates, s.complete, g_coef)
         return [g_q.view_as(s.q), g_k, g_v, *g_gates], g_state, []
 
 
@@ -182,20 +182,20 @@ class TokenExactScan(ClosedFormScan):
     for all chunks of the block at once. The scan itself is two matrix products per chunk, forward and
     backward.
 
-    With the solver T of each chunk (see `closed_form`), D = T (X~ J - target) = U J - known, where U = T X~,
+    With the solver T of each chunk (see `closed_form`), D = T (X~ J - target) = U J - T target, where U = T X~,
     and X~ are the keys times the state factors of the previous token. The state at the end of the chunk is F
     J - K^T D.
     """
 
-    def _prepare(self, s: ChunkBlock, co: Coefficients) -> tuple[Coefficients, cf.PreparedChunks]:
+    def _prepare(self, s: ChunkBlock, coef: Coefficients) -> tuple[Coefficients, cf.PreparedChunks]:
         """Return the coefficients with chunks, rows and heads in one axis, and the quantities that do not
         depend on the state.
         """
-        flat = _map_coefficients(lambda x: x.flatten(0, 1), co)
+        flat = _map_coefficients(lambda x: x.flatten(0, 1), coef)
         return flat, cf.prepare_chunks(self.net, flat, s.k.flatten(0, 1), s.v.flatten(0, 1))
 
     def _scan_states(
-        self, s: ChunkBlock, co: Coefficients, ready: cf.PreparedChunks, state: Weights
+        self, s: ChunkBlock, coef: Coefficients, prepared: cf.PreparedChunks, state: Weights
     ) -> tuple[Tensor, Tensor]:
         """Return the states ``[n+1 m p f e]`` at the chunk borders (``[1 m p f e]`` if no chunk is complete)
         and the errors ``[n m c e]``.
@@ -203,14 +203,14 @@ class TokenExactScan(ClosedFormScan):
         n, (J,) = s.k.shape[0], state
         states = J.new_empty(n + 1 if self.completes_chunk else 1, *J.shape)
         states[0] = J
-        U, K, errors = (x.unflatten(0, (n, -1)) for x in (ready.U, ready.K, ready.known))
+        U, K, errors = (x.unflatten(0, (n, -1)) for x in (prepared.U, prepared.K, prepared.solved_target))
         for i in range(n):
             cf.token_exact_step(
                 states[i],
                 U[i],
                 errors[i],
                 K[i],
-                co.end_state_factors[i],
+                coef.end_state_factors[i],
                 states[i + 1] if self.completes_chunk else None,
             )
         return states, errors
@@ -227,13 +227,13 @@ class TokenExactScan(ClosedFormScan):
         )
 
     def forward(self, s: ChunkBlock, state: Weights) -> tuple[Tensor, Tensor, Weights]:
-        co = coefficients(self.rule, s.gates, s.complete)
-        flat, ready = self._prepare(s, co)
-        states, errors = self._scan_states(s, co, ready, state)
-        _, reading = self._read_queries(s, flat, ready.x, states, errors)
+        coef = coefficients(self.rule, s.gates, s.complete)
+        flat, prepared = self._prepare(s, coef)
+        states, errors = self._scan_states(s, coef, prepared, state)
+        _, query_activations = self._read_queries(s, flat, prepared.x, states, errors)
         surprise = 0.5 * errors.square().sum(-1)
         return (
-            reading.answers.unflatten(0, s.q.shape[:2]),
+            query_activations.answers.unflatten(0, s.q.shape[:2]),
             surprise,
             (_last_state(states, s.complete),) if self.completes_chunk else (),
         )
@@ -247,20 +247,22 @@ class TokenExactScan(ClosedFormScan):
         g_state: list[Tensor],
         clamp: GradientClamp,
     ) -> tuple[list[Grad], list[Tensor], list[Grad]]:
-        co = coefficients(self.rule, s.gates, s.complete)
-        flat, ready = self._prepare(s, co)
-        states, errors = self._scan_states(s, co, ready, state)
-        block_anchor, reading = self._read_queries(s, flat, ready.x, states, errors)
-        g_co = _map_coefficients(lambda x: torch.zeros_like(x, memory_format=torch.contiguous_format), co)
-        g_flat = _map_coefficients(lambda x: x.flatten(0, 1), g_co)
+        coef = coefficients(self.rule, s.gates, s.complete)
+        flat, prepared = self._prepare(s, coef)
+        states, errors = self._scan_states(s, coef, prepared, state)
+        block_anchor, query_activations = self._read_queries(s, flat, prepared.x, states, errors)
+        g_coef = _map_coefficients(lambda x: torch.zeros_like(x, memory_format=torch.contiguous_format), coef)
+        g_flat = _map_coefficients(lambda x: x.flatten(0, 1), g_coef)
         error = errors.flatten(0, 1)
         g_q, g = cf.read_queries_backward(
-            self.net, block_anchor, [ready.x], [error], reading, g_y.flatten(0, 1), g_flat
+            self.net, block_anchor, [prepared.x], [error], query_activations, g_y.flatten(0, 1), g_flat
         )
-        del reading
+        del query_activations
         n = len(errors)
         g_error = g.errors[0].addcmul_(error, g_surprise.flatten(0, 1).unsqueeze(-1))
-        U, K, g_errors, g_starts = (x.unflatten(0, (n, -1)) for x in (ready.U, ready.K, g_error, g.state[0]))
+        U, K, g_errors, g_starts = (
+            x.unflatten(0, (n, -1)) for x in (prepared.U, prepared.K, g_error, g.state[0])
+        )
         received = _received_gradient(s, g_y, g_surprise)
         g_ends = torch.empty_like(g_starts) if self.completes_chunk else None
         for i in range(n - 1, -1, -1):
@@ -270,7 +272,7 @@ class TokenExactScan(ClosedFormScan):
                 g_state[0] if self.completes_chunk else None,
                 U[i],
                 K[i],
-                co.end_state_factors[i],
+                coef.end_state_factors[i],
                 g_errors[i],
                 g_starts[i],
             )
@@ -278,9 +280,9 @@ class TokenExactScan(ClosedFormScan):
             clamp.apply(g_state, received[i])
         g_end = None if g_ends is None else g_ends.flatten(0, 1)
         g_k, g_v = cf.prepare_chunks_backward(
-            self.net, flat, ready, block_anchor.state[0], error, g_error, g_end, g.inputs[0], g_flat
+            self.net, flat, prepared, block_anchor.state[0], error, g_error, g_end, g.inputs[0], g_flat
         )
-        g_gates = coefficients_backward(s.gates, s.complete, g_co)
+        g_gates = coefficients_backward(s.gates, s.complete, g_coef)
         return [g_q.view_as(s.q), g_k.view_as(s.k), g_v.view_as(s.v), *g_gates], [g_state[0].clone()], []
 
 
@@ -370,14 +372,14 @@ def _last_state(states: Tensor, complete: Tensor) -> Tensor:
     return states[complete.sum(0), torch.arange(states.shape[1], device=states.device)]
 
 
-def _map_coefficients(function: Any, co: Coefficients) -> Coefficients:
+def _map_coefficients(function: Any, coef: Coefficients) -> Coefficients:
     """Apply a function to each coefficient that is not None."""
-    return Coefficients._make(None if x is None else function(x) for x in co)
+    return Coefficients._make(None if x is None else function(x) for x in coef)
 
 
-def _unbind_chunks(co: Coefficients, n: int) -> list[Coefficients]:
+def _unbind_chunks(coef: Coefficients, n: int) -> list[Coefficients]:
     """Split the coefficients of n chunks into a list with the coefficients of each chunk."""
-    columns = [[None] * n if x is None else x.unbind() for x in co]
+    columns = [[None] * n if x is None else x.unbind() for x in coef]
     return [Coefficients._make(row) for row in zip(*columns, strict=True)]
 
 

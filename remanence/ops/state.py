@@ -61,7 +61,15 @@ class Gates(_Gates, TensorTuple):
 
 
 class RuleState(NamedTuple):
-    """The tensors that a rule updates: the weights of a head, and the rule's buffers, such as momentum."""
+    """The tensors that a rule updates.
+
+    weights
+        The weights of the memory net, one tensor per layer.
+    buffers
+        Tensors of any shape that the rule keeps beside the weights from one update to the next, as an optimizer does:
+        momentum, for example. `Rule.init_state` returns their initial values. They are not parameters, and like the
+        weights they are different for each document and head.
+    """
 
     weights: Weights
     buffers: Weights = ()

@@ -19,17 +19,17 @@ def short_repr(value: object) -> str:
 
 
 def check_choice(
-    what: str, name: object, names: Iterable[str], families: Mapping[str, Sequence[str]] | None = None
+    argument: str, name: object, names: Iterable[str], families: Mapping[str, Sequence[str]] | None = None
 ) -> None:
     """Raise ValueError if `name` is not one of `names`, and suggest the name that was probably meant.
 
-    `what` is the argument name to show. `families` maps a name to several known names, which are then
+    `argument` is the argument name to show. `families` maps a name to several known names, which are then
     suggested together.
     """
     names = list(names)
     if name not in names:
         hint = did_you_mean(name, names, families)
-        raise ValueError(f"{what}: expected one of {', '.join(names)}, got {short_repr(name)}{hint}")
+        raise ValueError(f"{argument}: expected one of {', '.join(names)}, got {short_repr(name)}{hint}")
 
 
 def did_you_mean(

@@ -29,8 +29,8 @@ def ramp_progress(step: int, ramp: int) -> float:
 
 
 def unit_rng(seed: int, unit: Mapping[str, object]) -> np.random.Generator:
-    """Return the random generator of one evaluation unit. It depends only on the seed and the unit's
-    settings.
+    """Return the random generator of one unit of an evaluation, such as one text at one length. It depends only on
+    the seed and the settings of the unit.
     """
     digest = hashlib.sha256(f"{seed} {sorted(unit.items())}".encode()).digest()
     return np.random.Generator(np.random.Philox(key=int.from_bytes(digest[:16])))

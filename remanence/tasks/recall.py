@@ -89,7 +89,7 @@ class Questions(NamedTuple):
     key, and so on.
     """
 
-    texts: Tensor
+    text_tokens: Tensor
     pairs: Tensor
 
     @property

@@ -84,8 +84,8 @@ class _Piece(NamedTuple):
     kind: int
 
 
-UNKNOWN, CONTROL, CHOSEN, BYTE = 2, 3, 4, 6
-"""Kinds of SentencePiece vocabulary entries that are not plain text. CHOSEN entries were defined by the user.
+UNKNOWN, CONTROL, USER_DEFINED, BYTE = 2, 3, 4, 6
+"""Kinds of SentencePiece vocabulary entries that are not plain text. USER_DEFINED entries were defined by the user.
 """
 UNIGRAM, BPE = 1, 2
 """SentencePiece's numbers for the two model types."""
@@ -133,8 +133,8 @@ def sentencepiece_json(path: Path) -> Converted:
         "normalizer": {"type": "Sequence", "normalizers": steps},
         "decoder": {"type": "Sequence", "decoders": back},
     }
-    chosen = {piece.text: index for index, piece in enumerate(pieces) if piece.kind == CHOSEN}
-    return _whole(model, special, chosen, **parts), text
+    user_defined = {piece.text: index for index, piece in enumerate(pieces) if piece.kind == USER_DEFINED}
+    return _whole(model, special, user_defined, **parts), text
 
 
 def _piece(raw: bytes) -> _Piece:
@@ -196,15 +196,18 @@ def _bpe(vocabulary: dict[str, int], merges: list[list[str]]) -> dict[str, Any]:
 
 
 def _whole(
-    model: dict[str, Any], special: Mapping[str, int], chosen: Mapping[str, int] | None = None, **parts: Any
+    model: dict[str, Any],
+    special: Mapping[str, int],
+    user_defined: Mapping[str, int] | None = None,
+    **parts: Any,
 ) -> dict[str, Any]:
-    """Assemble a ``tokenizer.json``. `special` and `chosen` map the texts of added tokens to their ids;
-    `parts` are further sections.
+    """Assemble a ``tokenizer.json``. `special` and `user_defined` map the texts of special and of user-defined
+    tokens to their ids; `parts` are further sections.
     """
     added = [
         {"id": number, "content": text, "special": text in special}
         | {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
-        for text, number in sorted({**special, **(chosen or {})}.items(), key=lambda item: item[1])
+        for text, number in sorted({**special, **(user_defined or {})}.items(), key=lambda item: item[1])
     ]
     empty = {"truncation": None, "padding": None, "normalizer": None, "pre_tokenizer": None}
     rest = {"post_processor": None, "decoder": None, **parts}

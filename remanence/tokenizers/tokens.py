@@ -250,9 +250,9 @@ class _JsonDecoder:
 
 
 @contextmanager
-def _one_line(path: Path, what: str) -> Iterator[None]:
+def _one_line(path: Path, content: str) -> Iterator[None]:
     """Convert the library's errors, including panics, which are not even Exceptions, to a ValueError with one
-    line. `what` says what failed.
+    line. `content` says what failed.
     """
     try:
         yield
@@ -260,7 +260,7 @@ def _one_line(path: Path, what: str) -> Iterator[None]:
         raise
     except BaseException as error:
         first = (str(error).splitlines() or [type(error).__name__])[0]
-        raise ValueError(f"{path}: {what} ({first[:LONGEST]})") from None
+        raise ValueError(f"{path}: {content} ({first[:LONGEST]})") from None
 
 
 SETTINGS = "tokenizer_config.json"

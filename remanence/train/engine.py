@@ -13,7 +13,7 @@ from remanence.data import Batch
 from remanence.model import Model, State, Trace
 from remanence.train.config import TrainConfig
 from remanence.train.distributed import ProcessGroup, gather_tensor
-from remanence.train.graphed import Graphed, cost_at, writing
+from remanence.train.graphed import Graphed, write_cost_at, writing
 from remanence.train.initial_state import InitialState
 from remanence.train.loss import batch_loss, target_count
 from remanence.train.task import Gradients, TrainTask
@@ -118,7 +118,7 @@ def token_gradients(
     tokens_here = sum(b.tokens.numel() if b.mask is None else int(b.mask.sum()) for b in batches)
     count, tokens = process_group.sum_over_processes(targets_here, tokens_here)
     dense = all(bool((batch.targets >= 0).all()) for batch in batches)
-    cost = cost_at(config.write_cost, number, config.steps) if config.write_cost else None
+    cost = write_cost_at(config.write_cost, number, config.steps) if config.write_cost else None
     loss_here: Tensor | float = 0.0
     answers: list[Tensor] = []
     for part, batch in enumerate(batches):

@@ -40,27 +40,27 @@ def writing(seen: Trace, threshold: float) -> Tensor:
     return torch.stack([torch.log1p(step * ((1 - threshold) / threshold)).mean() for step in steps]).mean()
 
 
-def cost_at(most: float, number: int, steps: int) -> float:
+def write_cost_at(max_cost: float, number: int, steps: int) -> float:
     """Return the write cost at step `number`, counted from 0: 0 in the first half of a run, then linear up to
-    `most`.
+    `max_cost`.
 
     Before the memory is useful, the only consistent gradient of the gates is that of the cost. The optimizer
     would follow it, however small, until all gates are closed, and closed gates have no gradient.
     """
-    return most * max(0.0, 2 * (number + 1) / steps - 1)
+    return max_cost * max(0.0, 2 * (number + 1) / steps - 1)
 
 
-class _Held(NamedTuple):
+class _CapturedStep(NamedTuple):
     """A captured step, and the fixed tensors that it reads and writes."""
 
     graph: torch.cuda.CUDAGraph
     tokens: Tensor
     targets: Tensor
     weights: Tensor | None
-    asked: Tensor
+    loss_divisor: Tensor
     """The number by which the summed loss is divided."""
     cost: Tensor
-    anew: Tensor
+    begins_document: Tensor
     """Whether each row begins a document [b]."""
     state: State | None
     loss: Tensor
@@ -82,7 +82,7 @@ class Graphed:
         self.device, self.parameters = model.embed.weight.device, list(model.parameters())
         # Computed once, since every step would wait for the host to compute it.
         self.border, self.window = alignment_of(model), longest_window(model)
-        self.held: dict[tuple[int | bool, ...], _Held] = {}
+        self.captured_steps: dict[tuple[int | bool, ...], _CapturedStep] = {}
         self.watch = Watch(model)
 
     def __call__(
@@ -90,7 +90,7 @@ class Graphed:
         tokens: Tensor,
         targets: Tensor,
         state: State | None = None,
-        anew: Tensor | None = None,
+        begins_document: Tensor | None = None,
         count: float | None = None,
         weights: Tensor | None = None,
         cost: float | None = None,
@@ -101,45 +101,49 @@ class Graphed:
         `count`, or by the number of targets if `count` is None. The gradients are those of the loss plus
         `cost` times `writing`.
 
-        Rows continue from `state`, except for rows where `anew` ``[b]`` is true, which begin a document. The
+        Rows continue from `state`, except for rows where `begins_document` ``[b]`` is true, which begin a document. The
         positions must be multiples of `alignment_of`. Steps in which a row begins a document, or has not
         filled its window yet, use a separate graph.
         """
         if self.watch.changed():
             # The captured graphs no longer match the model.
-            self.held, self.watch = {}, Watch(self.model)
+            self.captured_steps, self.watch = {}, Watch(self.model)
             self.parameters = list(self.model.parameters())
-        begins = None if anew is None or state is None else anew.tolist()
-        whole = (
+        begins = None if begins_document is None or state is None else begins_document.tolist()
+        is_window_full = (
             state is not None and not any(begins or ()) and min(positions_of(state.position)) >= self.window
         )
-        key = (*tokens.shape, state is None, whole, weights is None, cost is None)
-        if key not in self.held:
+        key = (*tokens.shape, state is None, is_window_full, weights is None, cost is None)
+        if key not in self.captured_steps:
             reason = unsupported(self.model, tokens.shape[1], state is not None)
             if reason is not None:
                 raise ValueError(f"model: expected one whose step can be captured, but {reason}")
-            self.held[key] = self._capture(tokens, targets, weights, state, whole, cost is not None)
-        held = self.held[key]
-        held.tokens.copy_(tokens, non_blocking=True)
-        held.targets.copy_(targets, non_blocking=True)
-        if held.weights is not None and weights is not None:
-            held.weights.copy_(weights, non_blocking=True)
-        held.asked.copy_((targets >= 0).sum()) if count is None else held.asked.fill_(count)
-        held.cost.fill_(cost or 0.0)
-        if held.state is not None and state is not None:
-            copy_all(held.state.tensors(), state.tensors())
-            held.anew.zero_() if anew is None else held.anew.copy_(anew, non_blocking=True)
-        held.graph.replay()
-        for parameter, grad in zip(self.parameters, held.grads, strict=True):
+            self.captured_steps[key] = self._capture(
+                tokens, targets, weights, state, is_window_full, cost is not None
+            )
+        step = self.captured_steps[key]
+        step.tokens.copy_(tokens, non_blocking=True)
+        step.targets.copy_(targets, non_blocking=True)
+        if step.weights is not None and weights is not None:
+            step.weights.copy_(weights, non_blocking=True)
+        step.loss_divisor.copy_((targets >= 0).sum()) if count is None else step.loss_divisor.fill_(count)
+        step.cost.fill_(cost or 0.0)
+        if step.state is not None and state is not None:
+            copy_all(step.state.tensors(), state.tensors())
+            step.begins_document.zero_() if begins_document is None else step.begins_document.copy_(
+                begins_document, non_blocking=True
+            )
+        step.graph.replay()
+        for parameter, grad in zip(self.parameters, step.grads, strict=True):
             parameter.grad = grad
         if state is None:
-            return held.loss, held.seen
-        begun = begins or [False] * len(tokens)
-        known = [
-            (0 if new else place) + tokens.shape[1]
-            for new, place in zip(begun, positions_of(state.position), strict=True)
+            return step.loss, step.seen
+        is_new_document = begins or [False] * len(tokens)
+        positions = [
+            (0 if is_new else position) + tokens.shape[1]
+            for is_new, position in zip(is_new_document, positions_of(state.position), strict=True)
         ]
-        return held.loss, held.seen._replace(state=held.seen.state.at(known))
+        return step.loss, step.seen._replace(state=step.seen.state.at(positions))
 
     def _capture(
         self,
@@ -147,45 +151,51 @@ class Graphed:
         targets: Tensor,
         weights: Tensor | None,
         state: State | None,
-        whole: bool,
-        costs: bool,
-    ) -> _Held:
+        is_window_full: bool,
+        has_write_cost: bool,
+    ) -> _CapturedStep:
         """Capture the graph of a step.
 
-        `whole` is whether all rows continue and have filled their window; `costs`, whether there is a write
-        cost.
+        `is_window_full` is whether all rows continue and have filled their window; `has_write_cost`, whether there
+        is a write cost.
         """
         tokens, targets = (x.to(self.device, copy=True) for x in (tokens, targets))
         weights = None if weights is None else weights.to(self.device, copy=True)
         rows = tokens.shape[0]
         count = torch.full((), float(targets.numel()), device=self.device)
-        anew = torch.zeros(rows, dtype=torch.bool, device=self.device)
+        begins_document = torch.zeros(rows, dtype=torch.bool, device=self.device)
         cost, threshold = torch.zeros((), device=self.device), self.model.config.memory.threshold
         fixed = None if state is None else state.detach().map(torch.clone)
-        made: list[tuple[Tensor, Trace]] = []
+        results: list[tuple[Tensor, Trace]] = []
 
         def step() -> None:
-            """Run the step that is captured, and store its loss and trace in `made`."""
+            """Run the step that is captured, and store its loss and trace in `results`."""
             self.model.zero_grad(set_to_none=True)
-            begun = None
-            # Positions on the host: any multiple of the alignment, beyond the window if `whole`.
+            initial_state = None
+            # Positions on the host: any multiple of the alignment, beyond the window if `is_window_full`.
             if fixed is not None:
-                begun = fixed if whole else where(anew, self.model.start(rows), fixed)
-                begun = begun.at([self.border * self.window if whole else 0] * rows)
+                initial_state = (
+                    fixed if is_window_full else where(begins_document, self.model.start(rows), fixed)
+                )
+                initial_state = initial_state.at([self.border * self.window if is_window_full else 0] * rows)
             with torch.autocast(self.device.type, self.dtype, enabled=self.dtype is not None):
-                seen = self.model.trace(tokens, begun)
+                seen = self.model.trace(tokens, initial_state)
                 logits = self.model.logits(seen.hidden).flatten(0, 1)
                 loss = summed_loss(logits, targets.flatten(), None if weights is None else weights.flatten())
                 loss = loss / count
-            (loss + cost * writing(seen, threshold) if costs else loss).backward()
+            (loss + cost * writing(seen, threshold) if has_write_cost else loss).backward()
             # The host positions are only valid during the capture, so the outputs must not keep them.
-            made[:] = [(loss.detach(), seen._replace(state=seen.state.map(Tensor.detach)))]
+            results[:] = [(loss.detach(), seen._replace(state=seen.state.map(Tensor.detach)))]
 
         # All outputs of a step are used before the next step begins, so all graphs can share one memory pool.
-        graph, _ = capture(step, self.device, beside=next((held.graph for held in self.held.values()), None))
-        ((loss, seen),) = made
+        graph, _ = capture(
+            step, self.device, beside=next((held.graph for held in self.captured_steps.values()), None)
+        )
+        ((loss, seen),) = results
         grads = [parameter.grad for parameter in self.parameters]
-        return _Held(graph, tokens, targets, weights, count, cost, anew, fixed, loss, seen, grads)
+        return _CapturedStep(
+            graph, tokens, targets, weights, count, cost, begins_document, fixed, loss, seen, grads
+        )
 
 
 class Graphs:
@@ -207,12 +217,12 @@ class Graphs:
         self.reason = self.reason or ("several parts make a step" if config.accumulate > 1 else None)
         self.reason = self.reason or ("config.graph is off" if config.graph is False else None)
 
-    def of(self, batches: list[Batch], carried: State | None) -> Graphed | None:
+    def select_graph(self, batches: list[Batch], carried: State | None) -> Graphed | None:
         """Return the graph for a step, or None if the step is not captured.
 
         Log the decision when it changes.
         """
-        graph = self._of(batches[0], carried)
+        graph = self._select_graph(batches[0], carried)
         self.captured = graph is not None
         message = f"launched by the host: {self.reason}" if self.reason else ""
         message = "captured as a CUDA graph" if graph else message
@@ -221,7 +231,7 @@ class Graphs:
             logging.getLogger("remanence").info("training steps: %s", message)
         return graph
 
-    def _of(self, batch: Batch, carried: State | None) -> Graphed | None:
+    def _select_graph(self, batch: Batch, carried: State | None) -> Graphed | None:
         """Decide whether a step is captured. A permanent obstacle is stored in `reason`."""
         self.steps += 1
         model = self.graphed.model
@@ -233,10 +243,10 @@ class Graphs:
             return None
         if self.captured:  # the previous step was, so its rows are at aligned positions
             return self.graphed
-        if self.config.carry and (carried is None or not at_border(model, carried)):
+        if self.config.carry and (carried is None or not is_at_alignment(model, carried)):
             return None
         self.reason = unsupported(model, batch.tokens.shape[1], self.config.carry)
-        if self.reason is None and self.config.graph is None and not self.graphed.held:
+        if self.reason is None and self.config.graph is None and not self.graphed.captured_steps:
             device = self.graphed.device
             used, total = torch.cuda.max_memory_allocated(device), torch.cuda.mem_get_info(device)[1]
             if used > SHARE[self.config.carry] * total:
@@ -244,6 +254,6 @@ class Graphs:
         return None if self.reason else self.graphed
 
 
-def at_border(model: Model, state: State) -> bool:
+def is_at_alignment(model: Model, state: State) -> bool:
     """Whether the position of every row is a multiple of `alignment_of`, where a captured step can begin."""
     return all(position % alignment_of(model) == 0 for position in positions_of(state.position))

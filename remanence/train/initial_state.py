@@ -75,7 +75,7 @@ class Document(NamedTuple):
     last: bool
 
 
-class _Drawn:
+class _RandomInitialState:
     """The base class, which randomly chooses the documents that do not start in the learned initial state."""
 
     def __init__(self, config: TrainConfig, process_group: ProcessGroup) -> None:
@@ -103,16 +103,16 @@ class _Drawn:
         same key.
         """
         found: list[int | None] = []
-        for row, inside in itertools.groupby(self.documents(batch), lambda document: document.row):
+        for row, documents in itertools.groupby(self.documents(batch), lambda document: document.row):
             key, counter = [self.config.seed, number], [0, 0, self.process_group.rank * self.rows + row, 1]
             rng = np.random.Generator(np.random.Philox(key=key, counter=counter))
-            for _ in inside:
+            for _ in documents:
                 chosen, seed = rng.random() < self.config.initial_state_share, int(rng.integers(2**63))
                 found.append(seed if chosen else None)
         return found
 
 
-class NeighborMemory(_Drawn):
+class NeighborMemory(_RandomInitialState):
     """Documents begin with the memory that the neighbouring row had at the end of the previous step.
 
     Rows 0 and 1 exchange their memories, rows 2 and 3 do, and so on, so that processes need not communicate.
@@ -132,16 +132,16 @@ class NeighborMemory(_Drawn):
         self.diverged = torch.zeros(0, dtype=torch.bool)
 
     def start(self, fresh: State, batch: Batch, number: int, carried: State | None = None) -> State:
-        held, diverged = self.held, self.diverged
+        memory_weights, diverged = self.held, self.diverged
         if carried is not None:
-            held, diverged = [memory.layers for memory in memories(carried)], carried.diverged
-        if not held:
+            memory_weights, diverged = [memory.layers for memory in memories(carried)], carried.diverged
+        if not memory_weights:
             return fresh
         device = fresh.position.device
         index = torch.tensor([document.row ^ 1 for document in self.documents(batch)], device=device)
         chosen = torch.tensor([seed is not None for seed in self.seeds(batch, number)], device=device)
-        passed = [tuple(layer[index] for layer in layers) for layers in held]
-        return _with(fresh, passed, chosen & ~diverged[index])
+        passed = [tuple(layer[index] for layer in layers) for layers in memory_weights]
+        return _replace_memories(fresh, passed, chosen & ~diverged[index])
 
     def after_step(self, state: State, batch: Batch) -> None:
         if self.config.carry:
@@ -162,7 +162,7 @@ class NeighborMemory(_Drawn):
         self.held = [tuple(named[f"{i}.{j}"] for j in range(depths[i])) for i in range(len(depths))]
 
 
-class NoiseMemory(_Drawn):
+class NoiseMemory(_RandomInitialState):
     """Documents begin with normal random numbers of the same mean square as memories had after the last
     steps.
 
@@ -181,7 +181,7 @@ class NoiseMemory(_Drawn):
         seeds, device = self.seeds(batch, number), fresh.position.device
         generators = [None if seed is None else torch.Generator(device).manual_seed(seed) for seed in seeds]
         squares = iter(self.squares.split([layer.shape[1] * layer.shape[2] for layer in _layers(fresh)]))
-        made: list[Weights] = []
+        drawn_memories: list[Weights] = []
         for memory in memories(fresh):
             layers = []
             for layer in memory.layers:
@@ -194,8 +194,10 @@ class NoiseMemory(_Drawn):
                             shape, generator=generator, dtype=layer.dtype, device=device
                         )
                 layers.append(drawn)
-            made.append(tuple(layers))
-        return _with(fresh, made, torch.tensor([seed is not None for seed in seeds], device=device))
+            drawn_memories.append(tuple(layers))
+        return _replace_memories(
+            fresh, drawn_memories, torch.tensor([seed is not None for seed in seeds], device=device)
+        )
 
     @torch.no_grad()
     def after_step(self, state: State, batch: Batch) -> None:
@@ -211,9 +213,9 @@ class NoiseMemory(_Drawn):
         if not rows or not all(map(isfinite, total)):
             return
         self.steps += 1
-        now = torch.tensor(total, dtype=torch.float64) / rows
-        before = self.squares if self.steps > 1 else now
-        self.squares = before + (now - before) / min(self.steps, SPAN)
+        current = torch.tensor(total, dtype=torch.float64) / rows
+        previous = self.squares if self.steps > 1 else current
+        self.squares = previous + (current - previous) / min(self.steps, SPAN)
 
     def tensors(self) -> dict[str, Tensor]:
         return {"squares": self.squares, "steps": torch.tensor(self.steps)} if self.steps else {}
@@ -227,25 +229,29 @@ def _layers(state: State) -> list[Tensor]:
     return [layer for memory in memories(state) for layer in memory.layers]
 
 
-def _with(fresh: State, held: Sequence[Weights], chosen: Tensor) -> State:
-    """Return `fresh` with its memories replaced by `held` in the rows where `chosen` [b] is true."""
-    others = iter(held)
+def _replace_memories(fresh: State, weights: Sequence[Weights], chosen: Tensor) -> State:
+    """Return `fresh` with its memories replaced by `weights` in the rows where `chosen` [b] is true."""
+    replacements = iter(weights)
 
-    def changed(node: Any) -> Any:
+    def replace_in(node: Any) -> Any:
         """Return a part of the state with all memories in it replaced."""
         if isinstance(node, MemoryState):
-            pairs = zip(next(others), node.layers, strict=True)
-            return node._replace(layers=tuple(_rows(chosen, new, old) for new, old in pairs))
+            pairs = zip(next(replacements), node.layers, strict=True)
+            return node._replace(layers=tuple(_select_rows(chosen, new, old) for new, old in pairs))
         if not isinstance(node, tuple):
             return node
-        children: Iterator[Any] = map(changed, node)
-        made = type(node)(*children) if hasattr(node, "_fields") else tuple(children)
+        children: Iterator[Any] = map(replace_in, node)
+        rebuilt = type(node)(*children) if hasattr(node, "_fields") else tuple(children)
         # MAC queries the memory as it was at the start of the current segment, which begins here.
-        return made._replace(weights=made.memory.memory.weights) if isinstance(made, MACState) else made
+        return (
+            rebuilt._replace(weights=rebuilt.memory.memory.weights)
+            if isinstance(rebuilt, MACState)
+            else rebuilt
+        )
 
-    return changed(fresh)
+    return replace_in(fresh)
 
 
-def _rows(chosen: Tensor, new: Tensor, old: Tensor) -> Tensor:
+def _select_rows(chosen: Tensor, new: Tensor, old: Tensor) -> Tensor:
     """Return `new` in the rows where `chosen` [b] is true, and `old` elsewhere."""
     return torch.where(chosen.view(-1, *[1] * (old.dim() - 1)), new.to(old.dtype), old)

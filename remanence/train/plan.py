@@ -15,7 +15,7 @@ from remanence.model import parameters as count_parameters
 from remanence.runtime.choices import check_choice
 from remanence.runtime.device import memory_of, resolve
 from remanence.train.config import TrainConfig, override
-from remanence.train.speeds import reached, table
+from remanence.train.speeds import speed_of, table
 
 PEAKS = {
     "B200": 2250e12,
@@ -105,41 +105,41 @@ def plan(config: TrainConfig, gpus: int | None = None, gpu: str = "H100") -> Pla
         raise ValueError(f"batch: expected a multiple of accumulate x GPUs = {shares}, got {config.batch}")
     memory = memory_of_run(config, devices)
     available = GPUS[gpu] * 1e9 if gpus else memory_of(resolve(config.device))
-    _refuse(memory, available, config, devices)  # before anything is timed
+    _check_memory(memory, available, config, devices)  # before anything is timed
     parameters = count_parameters(config.model)
     tokens = config.steps * config.batch * config.data.length
     per_token = flops_per_token(config.model, config.data.length)
     if gpus is None:
         device = resolve(config.device)
-        rate, basis = measured(config, device), f"timed on this machine's {device.type}"
+        rate, basis = measure_rate(config, device), f"timed on this machine's {device.type}"
     else:
-        rate, basis = estimated(config, gpus, gpu)
+        rate, basis = estimate_rate(config, gpus, gpu)
         basis += "; a model this small is likely slower" if parameters <= SMALL else ""
     return Plan(parameters, tokens, tokens * per_token, memory, available, rate, basis)
 
 
-def estimated(config: TrainConfig, gpus: int, gpu: str) -> tuple[float, str]:
+def estimate_rate(config: TrainConfig, gpus: int, gpu: str) -> tuple[float, str]:
     """Estimate the training speed on `gpus` GPUs. Return tokens per second and a description of the estimate.
 
     It uses the fraction of the peak that each kind of block has reached in measurements (`speeds.json`). The
     time of a model with several kinds of block is the weighted mean of the times of models with one kind
     each.
     """
-    length, seconds, told = config.data.length, 0.0, []
+    length, seconds, descriptions = config.data.length, 0.0, []
     recomputed = False
     captured = (
         gpus == 1 and config.graph is not False and config.data.kind != "packed" and config.accumulate == 1
     )
     for kind in dict.fromkeys(config.model.blocks):
-        found = reached(kind, config.model, length, captured and config.initial_state == "fresh")
-        again = config.checkpointing and not found.checkpointing  # one more forward: a third of the cost
-        cost = flops_per_token(replace(config.model, pattern=(kind,)), length) * (4 / 3 if again else 1)
+        speed = speed_of(kind, config.model, length, captured and config.initial_state == "fresh")
+        recomputes = config.checkpointing and not speed.checkpointing  # one more forward: a third of the cost
+        cost = flops_per_token(replace(config.model, pattern=(kind,)), length) * (4 / 3 if recomputes else 1)
         seconds += (
-            config.model.blocks.count(kind) / config.model.num_layers * cost / (PEAKS[gpu] * found.share)
+            config.model.blocks.count(kind) / config.model.num_layers * cost / (PEAKS[gpu] * speed.share)
         )
-        told.append(found.told)
-        recomputed |= again
-    basis = f"from the {table()['preset']} preset on one {table()['gpu']}: {'; '.join(told)}"
+        descriptions.append(speed.description)
+        recomputed |= recomputes
+    basis = f"from the {table()['preset']} preset on one {table()['gpu']}: {'; '.join(descriptions)}"
     basis += "; a third more for checkpointing" if recomputed else ""
     basis += "" if captured else "; not as one CUDA graph (packed documents, several GPUs or parts of a step)"
     basis += "; other sizes and GPUs differ"
@@ -147,11 +147,11 @@ def estimated(config: TrainConfig, gpus: int, gpu: str) -> tuple[float, str]:
     return gpus / seconds, basis
 
 
-def measured(config: TrainConfig, device: torch.device) -> float:
+def measure_rate(config: TrainConfig, device: torch.device) -> float:
     """Time the forward and backward pass on a few thousand tokens at most, and return the tokens per second."""
-    most = 32_768 if device.type == "cuda" else 2048
-    length = min(config.data.length, most)
-    rows = max(1, min(config.batch // config.accumulate, most // length))
+    max_tokens = 32_768 if device.type == "cuda" else 2048
+    length = min(config.data.length, max_tokens)
+    rows = max(1, min(config.batch // config.accumulate, max_tokens // length))
     torch.manual_seed(0)
     model = Model(config.model).to(device).train()
     model.checkpointing = config.checkpointing
@@ -163,16 +163,16 @@ def measured(config: TrainConfig, device: torch.device) -> float:
         logits.float().logsumexp(-1).mean().backward()
         if device.type == "cuda":
             torch.cuda.synchronize(device)
-        took = time.perf_counter() - start
-    return rows * length / took
+        seconds = time.perf_counter() - start
+    return rows * length / seconds
 
 
 def activations(config: TrainConfig) -> float:
     """Estimate the bytes of activations that are kept per token for the backward pass."""
     with torch.device("meta"):
         model = Model(config.model)
-    wide = 1.0 if config.precision == "bfloat16" else 1.6
-    layers = [wide * mixer.activation_bytes(config.model.dim) for mixer in model.mixers]
+    dtype_factor = 1.0 if config.precision == "bfloat16" else 1.6
+    layers = [dtype_factor * mixer.activation_bytes(config.model.dim) for mixer in model.mixers]
     residual = 4.0 * config.model.dim * config.model.num_layers
     return residual + max(layers) if config.checkpointing else float(sum(layers))
 
@@ -198,26 +198,26 @@ def memory_of_run(config: TrainConfig, devices: int = 1) -> dict[str, float]:
     }
 
 
-def _refuse(memory: dict[str, float], available: float, config: TrainConfig, devices: int) -> None:
+def _check_memory(memory: dict[str, float], available: float, config: TrainConfig, devices: int) -> None:
     """Raise an error if a run does not fit into memory, and suggest options with which it fits."""
     if sum(memory.values()) <= available:
         return
     largest = max(memory, key=lambda part: memory[part])
-    helps = "no smaller batch fits; more GPUs share it, a smaller model or data.length needs less"
-    for options, changed in smaller(config):
+    suggestion = "no smaller batch fits; more GPUs share it, a smaller model or data.length needs less"
+    for options, changed in smaller_configs(config):
         rows, rest = divmod(changed.batch, changed.accumulate * devices)
         if not rest and not (config.initial_state == "neighbor" and rows % 2):
             needed = sum(memory_of_run(changed, devices).values())
             if needed <= available:
-                helps = f"{options} needs about {needed / 1e9:.1f}"
+                suggestion = f"{options} needs about {needed / 1e9:.1f}"
                 break
     raise ValueError(
         f"memory: expected at most {available / 1e9:.1f} GB on a device, needs about {sum(memory.values()) / 1e9:.1f}, "
-        f"most of it for {largest}; {helps}"
+        f"most of it for {largest}; {suggestion}"
     )
 
 
-def smaller(config: TrainConfig) -> Iterator[tuple[str, TrainConfig]]:
+def smaller_configs(config: TrainConfig) -> Iterator[tuple[str, TrainConfig]]:
     """Yield command line options that reduce the memory of a run, and the config with them. The mildest come
     first.
 

@@ -199,7 +199,7 @@ class Run:
         batches = [
             (self.prefetcher or self.source).step(index) for index in range(first, first + config.accumulate)
         ]
-        graph, state = self.graphs.of(batches, self.carried), None
+        graph, state = self.graphs.select_graph(batches, self.carried), None
         if graph is None and config.carry:
             state = carry_in(self.model, self.carried, batches[0], self.initial_state, number)
         initial_state = None if config.carry else self.initial_state

@@ -28,14 +28,14 @@ MATRICES = ("deep", "linear")
 """The memory networks in which each token is written to a single matrix."""
 
 
-class Reached(NamedTuple):
+class MeasuredSpeed(NamedTuple):
     """A fraction of the GPU's peak, whether activations were recomputed in the measurement, and its
     description.
     """
 
     share: float
     checkpointing: bool
-    told: str
+    description: str
 
 
 @cache
@@ -44,7 +44,7 @@ def table() -> dict[str, Any]:
     return read_json(TABLE)
 
 
-def reached(kind: str, config: ModelConfig, length: int, captured: bool = True) -> Reached:
+def speed_of(kind: str, config: ModelConfig, length: int, captured: bool = True) -> MeasuredSpeed:
     """Return the fraction of the peak for a model with one kind of block, from the nearest measurement.
 
     The nearest measurement agrees in the kind of block, then in the memory network, then in the chunk size,
@@ -52,12 +52,12 @@ def reached(kind: str, config: ModelConfig, length: int, captured: bool = True) 
     scales; beyond the shortest and longest, the nearest value is used.
     """
     rows, note = table()["rows"], ""
-    known = kind if any(row["variant"] == kind for row in rows) else NEAREST.get(kind, "lmm")
+    measured_kind = kind if any(row["variant"] == kind for row in rows) else NEAREST.get(kind, "lmm")
     if kind in ("window", "conv_window", "knn"):
         length = min(length, 2 * config.window)  # full attention sees as many tokens there
-    rows = [row for row in rows if row["variant"] == known]
-    if known != "attention":
-        net = config.memory.net if kind in (known, *NEAREST) else "linear"  # others write to a matrix
+    rows = [row for row in rows if row["variant"] == measured_kind]
+    if measured_kind != "attention":
+        net = config.memory.net if kind in (measured_kind, *NEAREST) else "linear"  # others write to a matrix
         rows = nearest(
             rows, lambda row: (row["net"] != net) + ((row["net"] in MATRICES) != (net in MATRICES))
         )
@@ -71,20 +71,20 @@ def reached(kind: str, config: ModelConfig, length: int, captured: bool = True) 
     below = [row for row in rows if row["length"] <= length] or rows[:1]
     above = [row for row in rows if row["length"] >= length] or rows[-1:]
     low, high = below[-1], above[0]
-    way = (
+    weight = (
         log(length / low["length"]) / log(high["length"] / low["length"])
         if low["length"] < high["length"]
         else 0.0
     )
-    share = exp((1 - way) * log(low["share"]) + way * log(high["share"]))
-    where = " and ".join(
-        f"{row['length']:,}" for row in ((low, high) if 0 < way < 1 else (low if way < 1 else high,))
+    share = exp((1 - weight) * log(low["share"]) + weight * log(high["share"]))
+    lengths = " and ".join(
+        f"{row['length']:,}" for row in ((low, high) if 0 < weight < 1 else (low if weight < 1 else high,))
     )
-    name = kind if kind == known else f"{kind} as {known}"
-    return Reached(
+    name = kind if kind == measured_kind else f"{kind} as {measured_kind}"
+    return MeasuredSpeed(
         share,
         bool(low.get("checkpointing")),
-        f"{name} {100 * share:.2g} % of the peak at {where} tokens{note}",
+        f"{name} {100 * share:.2g} % of the peak at {lengths} tokens{note}",
     )
 
 

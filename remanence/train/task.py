@@ -34,7 +34,7 @@ class Gradients(NamedTuple):
 class Steps(Protocol):
     """Chooses which steps are replayed as a CUDA graph."""
 
-    def of(self, batches: Any, carried: State | None) -> Any:
+    def select_graph(self, batches: Any, carried: State | None) -> Any:
         """Return the argument `graph` of `TrainTask.gradients` for a step, or None if the step is not
         captured.
         """

@@ -23,7 +23,7 @@ from remanence.tokenizers.tokens import ByteTokenizer, Tokenizer, load_tokenizer
 from remanence.train.config import TrainConfig
 from remanence.train.data_config import TextData
 from remanence.train.loss import token_losses
-from remanence.train.plan import measured
+from remanence.train.plan import measure_rate
 
 SECONDS = 360
 """The intended training time in seconds, by a timing before the run.
@@ -101,7 +101,7 @@ def choose_threads(config: TrainConfig) -> None:
     device, alone = resolve(config.device), replace(config, batch=1, accumulate=1)
     short = replace(alone, data=replace(alone.data, length=min(PROBE, alone.data.length)))
     if device.type == "cpu":
-        fastest = fastest_threads(lambda: measured(alone, device), lambda: measured(short, device))
+        fastest = fastest_threads(lambda: measure_rate(alone, device), lambda: measure_rate(short, device))
         torch.set_num_threads(fastest)
 
 
@@ -111,7 +111,7 @@ def _rate(config: TrainConfig) -> float:
     The median of three timings reduces noise.
     """
     device, alone = resolve(config.device), replace(config, batch=1, accumulate=1)
-    return median(measured(alone, device) for _ in range(3))
+    return median(measure_rate(alone, device) for _ in range(3))
 
 
 class HeldOut(NamedTuple):
@@ -132,18 +132,18 @@ def held_out(model: Model, tokenizer: Tokenizer, text: OwnText) -> HeldOut:
 
     If a document continues there, the model reads its preceding text first.
     """
-    place, nats = model.embed.weight.device, 0.0
+    device, nats = model.embed.weight.device, 0.0
     for number, document in enumerate(text.held):
         before = _encoded(tokenizer, text.train[-1][-BEFORE:]) if text.cut and not number else []
         # The first token of a document has no loss if no text precedes it.
-        tokens = torch.tensor([before + _encoded(tokenizer, document)], device=place)
+        tokens = torch.tensor([before + _encoded(tokenizer, document)], device=device)
         for part, trace in traces(model, tokens[:, :-1]):
             targets = tokens[0, 1:][part]
             losses = token_losses(model.logits(trace.hidden[0]), targets)
             nats += float(losses[max(0, len(before) - 1 - part.start) :].double().sum())
-    held, read = b"".join(text.held), b"".join(text.train)[-XZ:]
-    after = _xz(read + held) - _xz(read)
-    bits = nats / log(2), 8 * after, 8 * _xz(held)
+    held, train_tail = b"".join(text.held), b"".join(text.train)[-XZ:]
+    xz_growth = _xz(train_tail + held) - _xz(train_tail)
+    bits = nats / log(2), 8 * xz_growth, 8 * _xz(held)
     return HeldOut(len(held), *(each / len(held) for each in bits))
 
 

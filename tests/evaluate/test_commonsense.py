@@ -98,7 +98,7 @@ def test_its_numbers_are_the_native_models(home):
         return subject.likelihoods(tokens[:1], tokens[1:])[0].log
 
     for mode in ("on", "off"):
-        subject.model.memory_mode = mode
+        subject.memory_mode = mode
         right = [
             log(f"Question: {e['goal']}\nAnswer:", f" {e['sol1']}")
             > log(f"Question: {e['goal']}\nAnswer:", f" {e['sol2']}")

@@ -59,7 +59,7 @@ def test_compiled_is_eager(kind, aside):
 @pytest.mark.slow
 def test_many_chunks(aside, monkeypatch):
     """More than are walked at once, so that states are kept on the way."""
-    monkeypatch.setattr(opaque, "STRETCH", 2)
+    monkeypatch.setattr(opaque, "BLOCK_CHUNKS", 2)
     for kind in ("default", "titans"):
         memory = layer(kind)
         run = read(memory, [tokens(count=count).requires_grad_() for count in (30, 27)])

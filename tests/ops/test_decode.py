@@ -254,18 +254,18 @@ def test_auto_takes_the_kernels():
     assert len(linear) >= 7
     for net, rule in [(NETS["linear"], rule) for rule in linear] + [(MLP(), Rule())]:
         running = decode.InPlaceMemory(start(net.init(1, 4), 1, rule=rule), net, rule)
-        assert running.step == running._fused
+        assert running.step == running._step_fused
     net = MLP(depth=1)  # its LayerNorm needs all columns at once
     state = start(net.init(1, 4), 1)
     running = decode.InPlaceMemory(state, net, Rule())
-    assert running.step == running._plain
+    assert running.step == running._step_plain
     with pytest.raises(
         ValueError, match="backend: 'triton' cannot decode this memory: the kernels decode two layers"
     ):
         decode.InPlaceMemory(state, net, Rule(), "triton")
     wide = start(NETS["linear"].init(1, 4, values=129), 1, keys=4)
     running = decode.InPlaceMemory(wide, NETS["linear"], Rule())
-    assert running.step == running._plain
+    assert running.step == running._step_plain
 
 
 def test_a_net_without_a_closed_form_is_refused():

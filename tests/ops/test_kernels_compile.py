@@ -74,8 +74,8 @@ QUICK_SEARCHES = [(90, 64, 512, "bf16"), (86, 128, 512, "fp32"), (80, 64, 1, "fp
 
 
 def check_search(arch, width, tokens, dtype):
-    launches = nearest.launches(8, width, tokens, 2**20, 32, DTYPES[dtype], arch)
-    assert {launch.name for launch in launches} == {"peaks_kernel", "rescore_kernel"}
+    launches = nearest.list_launches(8, width, tokens, 2**20, 32, DTYPES[dtype], arch)
+    assert {launch.name for launch in launches} == {"group_max_kernel", "rescore_kernel"}
     reason = resources.lacking(kernels(), launches, arch, resources.SHARED[arch] * 1024)
     assert reason is None, reason
     assert arch < 90 or launches[0].constants["BD"] * DTYPES[dtype].itemsize >= 128
@@ -104,7 +104,7 @@ QUICK_LIFTS = [
 
 
 def check_key_features(arch, width, hidden, dtype):
-    launches = features.key_features_launches(8, width, hidden, DTYPES[dtype], arch)
+    launches = features.list_key_features_launches(8, width, hidden, DTYPES[dtype], arch)
     names = [
         "key_features_gated",
         "key_features_added",
@@ -113,7 +113,13 @@ def check_key_features(arch, width, hidden, dtype):
         "key_features_gated_backward",
     ]
     if max(width, hidden) <= (128 if dtype == "bf16" else 64):
-        names = ["key_features_kernel", "key_features_slopes", "heads_kernel", "heads_weight", "heads_weight"]
+        names = [
+            "key_features_kernel",
+            "key_features_backward",
+            "heads_kernel",
+            "heads_weight_backward",
+            "heads_weight_backward",
+        ]
     assert [launch.name for launch in launches] == names
     reason = resources.lacking(tiles.kernels(), launches, arch, resources.SHARED[arch] * 1024)
     assert reason is None, reason
@@ -159,10 +165,12 @@ def test_one_token_fits(case, monkeypatch):
 
 def test_every_kernel_is_among_the_launches():
     noted = {
-        launch.name for hidden in (64, 256) for launch in fused.launches(plan(hidden, 64), torch.bfloat16, 90)
+        launch.name
+        for hidden in (64, 256)
+        for launch in fused.list_launches(plan(hidden, 64), torch.bfloat16, 90)
     }
     assert noted == set(fused.WARPS)
-    reading = [launch.name for launch in fused.launches(plan(64, 64), torch.bfloat16, 90, train=False)]
+    reading = [launch.name for launch in fused.list_launches(plan(64, 64), torch.bfloat16, 90, train=False)]
     assert reading == ["coef_kernel", "state_kernel", "read_kernel"]
 
 
@@ -174,7 +182,7 @@ def test_no_narrow_tiles_on_hopper(width, dtype):
     """
     for depth in (1, 2):
         made = memory.plan_of(MLP(depth=depth), RULES["titans"], width, width, 1, 64)
-        written = (fused if depth == 2 else fused_linear).launches(made, dtype, 90)
+        written = (fused if depth == 2 else fused_linear).list_launches(made, dtype, 90)
         sides = [
             launch.constants[name]
             for launch in written
@@ -202,7 +210,7 @@ def test_a_kernel_that_fails_beside_others_is_compiled_again_alone(monkeypatch):
         return resources.Need(1024, "", 0.0)
 
     monkeypatch.setattr(resources, "build", build)
-    launches = nearest.launches(8, 64, 512, 2**20, 32, torch.bfloat16, 90)
+    launches = nearest.list_launches(8, 64, 512, 2**20, 32, torch.bfloat16, 90)
     assert resources.lacking(kernels(), launches, 90, 2**20) is None
     assert len(calls) == len(launches) + 1
 
@@ -212,7 +220,7 @@ def test_the_reason_of_a_failed_compilation_is_a_line_with_words(monkeypatch):
         raise RuntimeError("at 1:1:\n  unknown name\n      ^")
 
     monkeypatch.setattr(resources, "build", build)
-    launches = nearest.launches(8, 64, 512, 2**20, 32, torch.bfloat16, 90)
+    launches = nearest.list_launches(8, 64, 512, 2**20, 32, torch.bfloat16, 90)
     assert resources.lacking(kernels(), launches, 90, 2**20).endswith("RuntimeError: unknown name")
 
 

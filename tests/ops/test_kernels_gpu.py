@@ -80,7 +80,7 @@ def apart(true, x):
 @pytest.mark.parametrize("rows", ["few", "many"])
 def test_the_kernels_are_right_on_this_chip(rows, hidden, chunk, dtype, monkeypatch):
     if rows == "many":  # a program for each row and head, with its state in L2 where it is wide
-        monkeypatch.setattr(fused, "processors", lambda device: 1)
+        monkeypatch.setattr(fused, "num_sms", lambda device: 1)
     given = leaves(hidden, 8 * chunk + 5, dtype)
     true = results(given, hidden, chunk, "chunked", torch.float64)
     try:
@@ -204,7 +204,9 @@ def test_features_are_right_on_this_chip(tokens, width, hidden, dtype, monkeypat
         "key_features_added_backward",
     }
     assert set(used) == (
-        {"key_features_kernel", "key_features_slopes", "heads_kernel", "heads_weight"} if at_once else between
+        {"key_features_kernel", "key_features_backward", "heads_kernel", "heads_weight_backward"}
+        if at_once
+        else between
     )
     usual, true = results(False), results(False, torch.float64)
     for name, exact, a, b, again in zip(["y", "dx", "dup", "ddown"], true, usual, first, second, strict=True):

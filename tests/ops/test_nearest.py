@@ -112,7 +112,7 @@ def test_blocks_of_queries_change_nothing(held, monkeypatch):
         whole_numbers(2, 300, 1, 8),
         torch.arange(300).expand(2, -1),
     )
-    monkeypatch.setattr(module, "HELD", held)
+    monkeypatch.setattr(module, "MAX_SCORES", held)
     assert module.plan_of(q.shape, 300, 5, 32, torch.float32, 1).block < 5
     check(q, keys, position, torch.randint(300, (2, 5)), 5)
 
@@ -121,7 +121,7 @@ def test_many_turns_and_tiles_of_queries(monkeypatch):
     monkeypatch.setattr(module, "QUERIES", (2**13, 64))
     q, keys = whole_numbers(1, 150, 1, 24), whole_numbers(1, 1200, 1, 24)
     plan = module.plan_of(q.shape, 1200, 4, 32, torch.float32, 1)
-    assert plan.turns > 1 and plan.block > plan.queries
+    assert plan.tiles_per_program > 1 and plan.block > plan.queries
     position = torch.arange(1200)[None].clone()
     position[0, 500:] = -1
     check(q, keys, position, torch.arange(150)[None] * 5, 4)

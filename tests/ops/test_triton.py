@@ -39,17 +39,19 @@ COVER = pairwise(
 @pytest.mark.parametrize("s", COVER, ids=lambda s: "-".join(map(str, s.values())))
 def test_triton_equals_chunked(s, monkeypatch):
     if s["blocks"] == "streams":
-        monkeypatch.setattr(fused, "REGISTERS", 8)
+        monkeypatch.setattr(fused, "MAX_HIDDEN_IN_REGISTERS", 8)
         monkeypatch.setattr(fused, "BLOCKS", dict.fromkeys(fused.BLOCKS, 16))
     if s["chunk"] != 4:  # held apart as on long chunks
         tiles = fused.Plan.tiles
         force = lambda *args: {
-            name: True if name == "APART" else value for name, value in tiles(*args).items()
+            name: True if name == "IN_LOOP" else value for name, value in tiles(*args).items()
         }
         monkeypatch.setattr(fused.Plan, "tiles", force)
     if s["quick"]:  # the gates' products as beside bfloat16 operands
         coefficients = fused.Plan.coefficients
-        monkeypatch.setattr(fused.Plan, "coefficients", lambda *args: {**coefficients(*args), "QUICK": True})
+        monkeypatch.setattr(
+            fused.Plan, "coefficients", lambda *args: {**coefficients(*args), "FROM_LOG_SUMS": True}
+        )
     net = MLP(norm=s["norm"], residual=s["residual"], activation=s["activation"], expansion=s["expansion"])
     rule = Rule(momentum=s["momentum"], forget=s["forget"])
     case = Case(
@@ -66,6 +68,7 @@ def test_triton_equals_chunked(s, monkeypatch):
     assert_same_function(case.call("chunked"), case.call("triton"), case.leaves(), tolerance=1e-10)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("offsets", [[0, 3, 3, 13], [0, 13]])
 def test_packed_documents(offsets):
     case = Case(net=MLP(expansion=1.5), tokens=13, batch=1, offsets=offsets)
@@ -95,11 +98,12 @@ def test_a_call_continues_what_another_began():
     assert_same_function(split("chunked"), split("triton"), leaves, tolerance=1e-10)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("blocks", ["registers", "streams"])
 @pytest.mark.parametrize("width", [16, 32])
 def test_float32_is_as_exact_as_torch(width, blocks, monkeypatch):
     if blocks == "streams":
-        monkeypatch.setattr(fused, "REGISTERS", 8)
+        monkeypatch.setattr(fused, "MAX_HIDDEN_IN_REGISTERS", 8)
         monkeypatch.setattr(fused, "BLOCKS", dict.fromkeys(fused.BLOCKS, 16))
     case = Case(net=MLP(expansion=1.0), width=width, tokens=40, chunk=16, batch=1, heads=1, step=-5.0)
     exact = case.leaves()
@@ -120,12 +124,13 @@ def test_float32_is_as_exact_as_torch(width, blocks, monkeypatch):
         assert distance(true, ours) <= 2 * distance(true, plain) + 1e-6, f"result {index}"
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("largest", [1e30, 2.5e21], ids=["by reach", "by end"])
 @pytest.mark.parametrize("blocks", ["registers", "streams"])
 def test_the_leash_holds_as_chunked_does(blocks, largest, monkeypatch):
     """Equal keys and a full step: the carried gradient outgrows float32, and is held at the same length."""
     if blocks == "streams":
-        monkeypatch.setattr(fused, "REGISTERS", 8)
+        monkeypatch.setattr(fused, "MAX_HIDDEN_IN_REGISTERS", 8)
         monkeypatch.setattr(fused, "BLOCKS", dict.fromkeys(fused.BLOCKS, 16))
     # A reach that is exceeded in most chunks, in float64, where both tiers agree to many digits.
     monkeypatch.setattr(torch, "finfo", lambda dtype: type("Short", (), {"eps": 30.0, "max": largest}))
@@ -144,12 +149,14 @@ def held(case, leaves, backend):
     return clamped()
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("depth", [1, 2])
 def test_only_held_gradients_are_counted(depth):
     case = Case(net=MLP(depth=depth, expansion=1.5), tokens=40, chunk=4, batch=2, heads=2)
     assert [held(case, case.leaves(), backend) for backend in ("chunked", "triton")] == [0, 0]
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("norm", [True, False])
 def test_the_compiler_sees_one_operator(norm, monkeypatch):
     """torch's own checks of it, and a compiled function that calls it, whole."""
@@ -198,10 +205,11 @@ def one_call(leaves, case, change=lambda y: y):
     return change(y).square().sum() + surprise.sum() + new.layers[0].sum()
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("net", [MLP(expansion=1.5), MLP(depth=1, norm=False)], ids=["two layers", "one"])
 @pytest.mark.parametrize("offsets", [None, [0, 9, 9, 23]])
 def test_a_long_call_without_gradients_goes_piece_by_piece(net, offsets, monkeypatch):
-    monkeypatch.setattr(memory, "PIECE", 2)
+    monkeypatch.setattr(memory, "PIECE_CHUNKS", 2)
     case = Case(net=net, tokens=23, batch=1 if offsets else 2, heads=1, offsets=offsets)
     leaves = [x.detach() for x in case.leaves()]
     assert_close(case.call("chunked")(*leaves), case.call("triton")(*leaves), 1e-10)
@@ -233,6 +241,7 @@ class TestAsAUserMay:
             torch.autograd.grad(first[0].sum(), leaves[:1])
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("offsets", [None, [0, 3, 3, 11]])
 def test_a_carried_call_compiles_without_a_break(offsets):
     case = Case(net=MLP(expansion=1.5), tokens=11, batch=1, heads=1, offsets=offsets)

@@ -26,10 +26,10 @@ def torch_conv(x, past, weight, heads, unit):
     return with_parameters(conv, weight=weight).convolve_heads(x, past, None, heads, normalize=unit)
 
 
-def torch_gates(x, weight, bias, heads, flipped):
+def torch_gates(x, weight, bias, heads, negated):
     return with_parameters(
-        GateProjection(x.shape[-1], heads, [0.0] * len(flipped)), weight=weight, bias=bias
-    ).log_sigmoids(x, flipped)
+        GateProjection(x.shape[-1], heads, [0.0] * len(negated)), weight=weight, bias=bias
+    ).log_sigmoids(x, negated)
 
 
 def torch_norm(x, gate, weight, eps):
@@ -135,13 +135,13 @@ def cases():
             randn(heads * width, taps),
         ]
         yield f"conv, {name}", torch_conv, layer.short_conv, leaves, (heads, unit)
-    for name, (rows, tokens, channels, heads, flipped) in GATES.items():
+    for name, (rows, tokens, channels, heads, negated) in GATES.items():
         leaves = [
             randn(rows, tokens, channels),
-            randn(heads * len(flipped), channels),
-            randn(heads * len(flipped)),
+            randn(heads * len(negated), channels),
+            randn(heads * len(negated)),
         ]
-        yield f"gates, {name}", torch_gates, layer.log_gates, leaves, (heads, flipped)
+        yield f"gates, {name}", torch_gates, layer.log_gates, leaves, (heads, negated)
     for name, (rows, tokens, heads, width) in NORMS.items():
         leaves = [randn(rows, tokens, heads, width), randn(rows, tokens, heads * width), randn(width)]
         yield f"norm, {name}", torch_norm, layer.gated_norm, leaves, (1e-6,)
@@ -309,7 +309,7 @@ def test_features_of_any_depth_take_the_kernels(hidden, monkeypatch):
     leaves = [x, *features.parameters()]
     plain = gradients(call, leaves, ())
     asked, used, launch = [], [], tiles.launch_kernel
-    monkeypatch.setattr(layer, "fits", lambda x, **sizes: asked.append(sizes) or True)
+    monkeypatch.setattr(layer, "is_supported", lambda x, **sizes: asked.append(sizes) or True)
     monkeypatch.setattr(
         tiles, "launch_kernel", lambda name, *args, **how: (used.append(name), launch(name, *args, **how))[1]
     )
@@ -322,7 +322,7 @@ def test_features_of_any_depth_take_the_kernels(hidden, monkeypatch):
     if hidden <= 64:
         forward, back = (
             ["key_features_kernel"],
-            ["key_features_slopes", "heads_kernel", "heads_weight", "heads_weight"],
+            ["key_features_backward", "heads_kernel", "heads_weight_backward", "heads_weight_backward"],
         )
     assert used == 3 * forward + 3 * back
 
@@ -381,7 +381,7 @@ def test_a_whole_layer(rule, monkeypatch):
 
     plain = results()
     used = []
-    monkeypatch.setattr(layer, "fits", lambda x, **sizes: x.numel() > 0)
+    monkeypatch.setattr(layer, "is_supported", lambda x, **sizes: x.numel() > 0)
     launch = tiles.launch_kernel
     monkeypatch.setattr(
         tiles,
@@ -391,9 +391,11 @@ def test_a_whole_layer(rule, monkeypatch):
     ours = results()
     assert_close(plain, ours, 1e-10)
     elsewhere = {
-        name for name in tiles.TILE if name.startswith(("rms_norm", "join", "rotary", "key_features"))
+        name
+        for name in tiles.TILE
+        if name.startswith(("rms_norm", "sigmoid_gated_norm", "rotary", "key_features"))
     }  # or of wider features
-    at_once = {"key_features_kernel", "key_features_slopes", "heads_kernel", "heads_weight"}
+    at_once = {"key_features_kernel", "key_features_backward", "heads_kernel", "heads_weight_backward"}
     assert set(used) == ({*tiles.TILE, *layer.gates.GATE_TILE} - elsewhere) | at_once
 
 
@@ -402,7 +404,7 @@ def test_under_autocast_dtypes_are_torchs(monkeypatch):
     x = torch.randn(2, 11, 24)
     with torch.autocast("cpu", torch.bfloat16):
         plain = memory.trace(x)
-        monkeypatch.setattr(layer, "fits", lambda x, **sizes: x.numel() > 0)
+        monkeypatch.setattr(layer, "is_supported", lambda x, **sizes: x.numel() > 0)
         ours = memory.trace(x)
     assert [a.dtype for a in tensors(plain)] == [b.dtype for b in tensors(ours)]
     assert distance(plain.y.float(), ours.y.float()) < 0.02

@@ -19,7 +19,7 @@ pytestmark = [pytest.mark.interpreted, pytest.mark.usefixtures("full_of_nan")]
 @pytest.fixture
 def _narrow(monkeypatch):
     """Columns of the state shared out among programs, and among rounds of the parallel kernels."""
-    monkeypatch.setattr(fused_linear, "COLUMNS", 16)
+    monkeypatch.setattr(fused_linear, "MAX_COLUMNS", 16)
 
 
 KINDS = {

@@ -12,7 +12,7 @@ from remanence.config import change, preset
 from remanence.model import matched
 from remanence.train import DataConfig, TrainConfig, speeds
 from remanence.train.plan import PEAKS, flops_per_token, plan
-from remanence.train.speeds import reached
+from remanence.train.speeds import speed_of
 
 BENCH = Path(__file__).parents[2] / "benchmarks"
 
@@ -89,34 +89,34 @@ def test_a_memory_is_not_said_to_be_as_fast_as_attention():
 
 def test_between_lengths_lies_what_is_between(made_up):
     c = preset("340m", "attention")
-    shares = [reached("attention", c, length).share for length in (256, 1024, 2048, 4096, 65536)]
+    shares = [speed_of("attention", c, length).share for length in (256, 1024, 2048, 4096, 65536)]
     assert shares == pytest.approx([0.4, 0.4, 0.2, 0.1, 0.1])
-    assert "1,024 and 4,096 tokens" in reached("attention", c, 2048).told
-    assert "at 4,096 tokens" in reached("attention", c, 65536).told
+    assert "1,024 and 4,096 tokens" in speed_of("attention", c, 2048).description
+    assert "at 4,096 tokens" in speed_of("attention", c, 65536).description
 
 
 def test_the_nearest_net_and_chunk_count_and_are_told(made_up):
     paper = lambda **given: preset("340m", "lmm", memory={"net": "titans", **given})
-    found = {chunk: reached("lmm", paper(chunk=chunk), 4096) for chunk in (8, 16, 64, 128)}
+    found = {chunk: speed_of("lmm", paper(chunk=chunk), 4096) for chunk in (8, 16, 64, 128)}
     assert [each.share for each in found.values()] == pytest.approx([0.02, 0.02, 0.08, 0.08])
-    assert "chunks of 16" in found[8].told and "chunks" not in found[16].told
-    assert reached(
+    assert "chunks of 16" in found[8].description and "chunks" not in found[16].description
+    assert speed_of(
         "lmm", change(paper(), {"memory": {"net": "residual", "chunk": 64}}), 4096
     ).share == pytest.approx(0.08)
     for config in (preset("340m", "lmm"), change(paper(), {"memory": {"net": "linear", "chunk": 64}})):
-        assert reached("lmm", config, 4096).share == pytest.approx(0.2)
-    told = reached("mag", preset("340m", "mag", memory={"net": "titans"}), 4096).told
+        assert speed_of("lmm", config, 4096).share == pytest.approx(0.2)
+    told = speed_of("mag", preset("340m", "mag", memory={"net": "titans"}), 4096).description
     assert "measured with the net deep in chunks of 64" in told
 
 
 def test_kinds_that_were_not_measured_take_the_nearest(made_up):
     c = preset("340m", "mag")
     for kind, share in {"mal": 0.05, "gated_delta": 0.2, "someone's own": 0.2}.items():
-        found = reached(kind, c, 4096)
-        assert found.share == pytest.approx(share) and found.told.startswith(f"{kind} as ")
+        found = speed_of(kind, c, 4096)
+        assert found.share == pytest.approx(share) and found.description.startswith(f"{kind} as ")
     # A window of 2,048 is what full attention sees of 4,096 tokens; a short one, of fewer.
-    assert reached("window", c, 65536).share == pytest.approx(0.1)
-    assert reached("knn", change(c, {"window": 512}), 65536).share == pytest.approx(0.4)
+    assert speed_of("window", c, 65536).share == pytest.approx(0.1)
+    assert speed_of("knn", change(c, {"window": 512}), 65536).share == pytest.approx(0.4)
 
 
 def test_a_hybrid_takes_the_mean_of_its_blocks_times(made_up):
@@ -150,13 +150,13 @@ def test_a_run_of_the_benchmark_makes_the_table(tmp_path, monkeypatch):
         {**same, "variant": "attention", "length": 4096, "tokens_per_s": 1000.0},
         {"part": "b", "what": "remanence", "tokens_per_s": 1.0},
     ]
-    measured, out = tmp_path / "gpu.json", tmp_path / "speeds.json"
-    measured.write_text(json.dumps({"device": "NVIDIA H200", "torch": "2.9", "rows": rows}))
+    measure_rate, out = tmp_path / "gpu.json", tmp_path / "speeds.json"
+    measure_rate.write_text(json.dumps({"device": "NVIDIA H200", "torch": "2.9", "rows": rows}))
     old = {"tokens_per_s": 5.0, "share": 0.5, "from": "before"}
     kept = {"variant": "mag", "net": "titans", "chunk": 64, "length": 4096, **old}
     gone = {"variant": "mag", "net": "deep", "chunk": 64, "length": 2048, **old}
     out.write_text(json.dumps({"gpu": "H200", "preset": "340m", "rows": [kept, gone]}))
-    command = [sys.executable, str(BENCH / "speeds.py"), str(measured), "--out", str(out)]
+    command = [sys.executable, str(BENCH / "speeds.py"), str(measure_rate), "--out", str(out)]
     subprocess.run(command, check=True, capture_output=True, cwd=BENCH.parent)
     made = json.loads(out.read_text())
     assert (

@@ -101,7 +101,7 @@ class TestTokens:
 
 class TestSized:
     def fit_time_budget(self, path, monkeypatch, rate, **changes):
-        monkeypatch.setattr(text, "measured", lambda config, device: rate)
+        monkeypatch.setattr(text, "measure_rate", lambda config, device: rate)
         return text.fit_time_budget(
             override(load_recipe("text"), {"data.path": str(path), "init_from": "none", **changes})
         )

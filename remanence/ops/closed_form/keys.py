@@ -36,7 +36,7 @@ def record_keys(net: MLP, rule: LinearRule, anchor: Anchor, k: Tensor, v: Tensor
     """
     if is_token_exact(net, rule):
         return record_token_exact(net, rule, anchor, k, v)
-    depth, scale = len(anchor.state), anchor.co.anchor_scale
+    depth, scale = len(anchor.state), anchor.coef.anchor_scale
     inputs: list[Tensor] = []
     outputs: list[Tensor] = []
     slopes: list[Tensor] = []
@@ -59,38 +59,45 @@ def record_keys(net: MLP, rule: LinearRule, anchor: Anchor, k: Tensor, v: Tensor
 
 
 def record_keys_backward(
-    net: MLP, rule: LinearRule, anchor: Anchor, rec: KeyActivations, g: ChunkGrads, g_surprise: Tensor
+    net: MLP,
+    rule: LinearRule,
+    anchor: Anchor,
+    key_activations: KeyActivations,
+    g: ChunkGrads,
+    g_surprise: Tensor,
 ) -> tuple[Tensor, Tensor]:
     """Return the gradients of k and v, from the gradients of layer inputs and errors in `g`. The gradients of
     the state and the coefficients are added to `g` in place.
     """
     if is_token_exact(net, rule):
-        return record_token_exact_backward(net, rule, anchor, rec, g, g_surprise)
-    last, scale = len(anchor.state) - 1, anchor.co.anchor_scale
+        return record_token_exact_backward(net, rule, anchor, key_activations, g, g_surprise)
+    last, scale = len(anchor.state) - 1, anchor.coef.anchor_scale
     g_outputs: list[Tensor] = []
     for layer in range(last):  # D_l was computed from D_{l+1}, so the first layer comes first here
-        z, returned = rec.outputs[layer], rec.returned[layer]
-        g_returned = g.errors[layer] * rec.slopes[layer]
-        if scale is not None and g.co.anchor_scale is not None:
-            g.co.anchor_scale.add_((g_returned * returned).sum(-1))
+        z, returned = key_activations.outputs[layer], key_activations.returned[layer]
+        g_returned = g.errors[layer] * key_activations.slopes[layer]
+        if scale is not None and g.coef.anchor_scale is not None:
+            g.coef.anchor_scale.add_((g_returned * returned).sum(-1))
             g_returned = scale_tokens(g_returned, scale)
         g_outputs.append(
             scale_tokens(activation_second_derivative(net, z).mul_(returned).mul_(g.errors[layer]), scale)
         )
         g.errors[layer + 1].baddbmm_(g_returned, drop_ones(net, anchor.weight(layer + 1).mT).mT)
         g_weight = g.state[layer + 1][:, 0]
-        (g_weight[:, :-1] if net.bias else g_weight).add_(torch.bmm(g_returned.mT, rec.errors[layer + 1]))
-    g_k, g_v, g_last = prediction_backward(net, rule, rec, g.errors[last], g_surprise)
+        (g_weight[:, :-1] if net.bias else g_weight).add_(
+            torch.bmm(g_returned.mT, key_activations.errors[layer + 1])
+        )
+    g_k, g_v, g_last = prediction_backward(net, rule, key_activations, g.errors[last], g_surprise)
     g_outputs.append(g_last)
     for layer in range(last, -1, -1):
         g_z = g_outputs[layer]
-        if scale is not None and g.co.anchor_scale is not None:
-            g.co.anchor_scale.add_((g_z * rec.products[layer]).sum(-1))
+        if scale is not None and g.coef.anchor_scale is not None:
+            g.coef.anchor_scale.add_((g_z * key_activations.products[layer]).sum(-1))
             g_z = scale_tokens(g_z, scale)
-        g.state[layer][:, 0].add_(torch.bmm(rec.inputs[layer].mT, g_z))
+        g.state[layer][:, 0].add_(torch.bmm(key_activations.inputs[layer].mT, g_z))
         g_x = drop_ones(net, g.inputs[layer].baddbmm_(g_z, anchor.weight(layer).mT))
         if layer:
-            g_outputs[layer - 1].addcmul_(g_x, rec.slopes[layer - 1])
+            g_outputs[layer - 1].addcmul_(g_x, key_activations.slopes[layer - 1])
     return (g_x if g_k is None else g_k + g_x), g_v
 
 
@@ -111,34 +118,42 @@ def record_next_key(
     """
     if not is_token_exact(net, rule):
         return record_keys(net, rule, anchor, k, v)
-    reading = read_queries(net, anchor, inputs, errors, k)
-    _, prediction, slope = prediction_and_slope(net, rule, k, v, reading.outputs[0])
-    return KeyActivations(reading.inputs, [slope], reading.outputs, [], [], [], None, prediction, slope)
+    query_activations = read_queries(net, anchor, inputs, errors, k)
+    _, prediction, slope = prediction_and_slope(net, rule, k, v, query_activations.outputs[0])
+    return KeyActivations(
+        query_activations.inputs, [slope], query_activations.outputs, [], [], [], None, prediction, slope
+    )
 
 
 def write_end_state(anchor: Anchor, inputs: list[Tensor], errors: list[Tensor], into: Weights) -> None:
     """Write the state at the end of a chunk into `into`, in place."""
     for state, x, error, end in zip(anchor.state, inputs, errors, into, strict=True):
-        torch.bmm(anchor.co.end_state_factors, state.flatten(2), out=end.flatten(2))
-        flatten_state(end).baddbmm_(stack_scaled(x, anchor.co.end_gradient_factors).mT, error, alpha=-1)
+        torch.bmm(anchor.coef.end_state_factors, state.flatten(2), out=end.flatten(2))
+        flatten_state(end).baddbmm_(stack_scaled(x, anchor.coef.end_gradient_factors).mT, error, alpha=-1)
 
 
-def write_end_state_backward(anchor: Anchor, rec: KeyActivations, g_end: list[Tensor], g: ChunkGrads) -> None:
+def write_end_state_backward(
+    anchor: Anchor, key_activations: KeyActivations, g_end: list[Tensor], g: ChunkGrads
+) -> None:
     """Compute the backward of `write_end_state` and add the gradients to `g` in place. `g_end` is the
     gradient of the end state.
     """
-    co = anchor.co
+    coef = anchor.coef
     for layer, grad in enumerate(g_end):
-        x, error, tall = rec.inputs[layer], rec.errors[layer], flatten_state(grad)
+        x, error, g_end_rows = (
+            key_activations.inputs[layer],
+            key_activations.errors[layer],
+            flatten_state(grad),
+        )
         stack_scaled_backward(
-            torch.bmm(error, tall.mT),
+            torch.bmm(error, g_end_rows.mT),
             x,
-            co.end_gradient_factors,
+            coef.end_gradient_factors,
             g.inputs[layer],
-            g.co.end_gradient_factors,
+            g.coef.end_gradient_factors,
             sign=-1,
         )
-        g.errors[layer].baddbmm_(stack_scaled(x, co.end_gradient_factors), tall, alpha=-1)
+        g.errors[layer].baddbmm_(stack_scaled(x, coef.end_gradient_factors), g_end_rows, alpha=-1)
         flat, start = grad.flatten(2), anchor.state[layer].flatten(2)
-        g.co.end_state_factors.baddbmm_(flat, start.mT)
-        g.state[layer].flatten(2).baddbmm_(co.end_state_factors.mT, flat)
+        g.coef.end_state_factors.baddbmm_(flat, start.mT)
+        g.state[layer].flatten(2).baddbmm_(coef.end_state_factors.mT, flat)

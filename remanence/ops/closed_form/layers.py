@@ -66,15 +66,15 @@ class Norm(NamedTuple):
         )[0]
         return g.mul_(self.overflow_scale)
 
-    def double_backward(self, g_value: Tensor, grad: Tensor, pulled: Tensor, g_pulled: Tensor) -> Tensor:
-        """Return the gradient of the input, from the gradients of `value` and of ``pulled = backward(grad)``.
+    def double_backward(self, g_value: Tensor, grad: Tensor, result: Tensor, g_result: Tensor) -> Tensor:
+        """Return the gradient of the input, from the gradients of `value` and of ``result = backward(grad)``.
         The latter depends on the input through `value` and `rstd`.
         """
         rstd = self.rstd * self.overflow_scale
-        along = (grad * self.value).mean(-1, keepdim=True)
-        g_along = (g_pulled * self.value).mean(-1, keepdim=True)
-        through_value = (g_pulled * along).addcmul_(grad, g_along)
-        through_rstd = (g_pulled * pulled).mean(-1, keepdim=True).mul_(rstd)
+        mean_product = (grad * self.value).mean(-1, keepdim=True)
+        g_mean_product = (g_result * self.value).mean(-1, keepdim=True)
+        through_value = (g_result * mean_product).addcmul_(grad, g_mean_product)
+        through_rstd = (g_result * result).mean(-1, keepdim=True).mul_(rstd)
         return self.backward(torch.addcmul(g_value, through_value, rstd, value=-1)).addcmul_(
             self.value, through_rstd, value=-1
         )

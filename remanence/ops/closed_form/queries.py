@@ -40,7 +40,7 @@ def read_queries(
     """Compute the answers to queries ``[m c' e]`` of the last c' tokens of a chunk, each at the weights after
     its token. `inputs` and `errors` are X and D of the chunk's keys.
     """
-    mix, own = _query_factors(anchor.co, q.shape[1])
+    gradient_factors, state_factors = _query_factors(anchor.coef, q.shape[1])
     outputs: list[Tensor] = []
     queries, scaled_inputs, scores = [], [], []
     x = q
@@ -48,10 +48,10 @@ def read_queries(
         if layer:
             x = activate(net, outputs[-1])
         queries.append(append_ones(net, x))
-        scaled_inputs.append(stack_scaled(queries[-1], own))
+        scaled_inputs.append(stack_scaled(queries[-1], state_factors))
         scores.append(torch.bmm(queries[-1], inputs[layer].mT))
         y = torch.bmm(scaled_inputs[-1], flatten_state(state))
-        outputs.append(y.baddbmm_(scores[-1] * mix, errors[layer], alpha=-1))
+        outputs.append(y.baddbmm_(scores[-1] * gradient_factors, errors[layer], alpha=-1))
     norm = layer_norm(outputs[-1]) if net.norm else None
     answer = norm.value if norm else outputs[-1]
     return QueryActivations(
@@ -59,10 +59,10 @@ def read_queries(
     )
 
 
-def _query_factors(co: Coefficients, count: int) -> tuple[Tensor, Tensor]:
+def _query_factors(coef: Coefficients, count: int) -> tuple[Tensor, Tensor]:
     """Return the gradient factors and the state factors of the last `count` tokens."""
-    first = co.gradient_factors.shape[1] - count
-    return co.gradient_factors[:, first:], co.state_factors[:, first:]
+    first = coef.gradient_factors.shape[1] - count
+    return coef.gradient_factors[:, first:], coef.state_factors[:, first:]
 
 
 def read_queries_backward(
@@ -70,29 +70,33 @@ def read_queries_backward(
     anchor: Anchor,
     inputs: list[Tensor],
     errors: list[Tensor],
-    reading: QueryActivations,
+    query_activations: QueryActivations,
     g_answers: Tensor,
-    g_co: Coefficients,
+    g_coef: Coefficients,
 ) -> tuple[Tensor, ChunkGrads]:
     """Return the gradient of the queries, and the gradients of layer inputs, errors and state. The gradients
-    of the coefficients are added to `g_co` in place.
+    of the coefficients are added to `g_coef` in place.
     """
-    mix, own = _query_factors(anchor.co, g_answers.shape[1])
-    g_mix, g_own = _query_factors(g_co, g_answers.shape[1])
+    gradient_factors, state_factors = _query_factors(anchor.coef, g_answers.shape[1])
+    g_gradient_factors, g_state_factors = _query_factors(g_coef, g_answers.shape[1])
     g_inputs, g_errors, g_state = [], [], []
-    g_y = reading.norm.backward(g_answers) if reading.norm else g_answers
+    g_y = query_activations.norm.backward(g_answers) if query_activations.norm else g_answers
     for layer in range(len(anchor.state) - 1, -1, -1):
-        a, scores, state = reading.inputs[layer], reading.scores[layer], anchor.state[layer]
-        g_blend = torch.bmm(g_y, errors[layer].mT).neg_()
-        g_mix.addcmul_(g_blend, scores)
-        g_scores = g_blend.mul_(mix)
-        g_errors.append(torch.bmm((scores * mix).neg_().mT, g_y))
+        a, scores, state = (
+            query_activations.inputs[layer],
+            query_activations.scores[layer],
+            anchor.state[layer],
+        )
+        g_masked_scores = torch.bmm(g_y, errors[layer].mT).neg_()
+        g_gradient_factors.addcmul_(g_masked_scores, scores)
+        g_scores = g_masked_scores.mul_(gradient_factors)
+        g_errors.append(torch.bmm((scores * gradient_factors).neg_().mT, g_y))
         g_inputs.append(torch.bmm(g_scores.mT, a))
-        g_state.append(torch.bmm(reading.scaled_inputs[layer].mT, g_y).view_as(state))
+        g_state.append(torch.bmm(query_activations.scaled_inputs[layer].mT, g_y).view_as(state))
         g_a = torch.bmm(g_scores, inputs[layer])
-        stack_scaled_backward(torch.bmm(g_y, flatten_state(state).mT), a, own, g_a, g_own)
+        stack_scaled_backward(torch.bmm(g_y, flatten_state(state).mT), a, state_factors, g_a, g_state_factors)
         g_a = drop_ones(net, g_a)
-        g_y = activation_backward(net, g_a, reading.outputs[layer - 1]) if layer else g_a
+        g_y = activation_backward(net, g_a, query_activations.outputs[layer - 1]) if layer else g_a
     return (g_y + g_answers if net.residual else g_y), ChunkGrads(
-        g_inputs[::-1], g_errors[::-1], g_state[::-1], g_co
+        g_inputs[::-1], g_errors[::-1], g_state[::-1], g_coef
     )

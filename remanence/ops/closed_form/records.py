@@ -28,7 +28,7 @@ class Anchor(NamedTuple):
     """
 
     state: Weights
-    co: Coefficients
+    coef: Coefficients
     solver: Tensor | None = None
 
     def weight(self, layer: int) -> Tensor:
@@ -42,7 +42,7 @@ class ChunkGrads(NamedTuple):
     inputs: list[Tensor]
     errors: list[Tensor]
     state: list[Tensor]
-    co: Coefficients
+    coef: Coefficients
 
 
 class KeyActivations(NamedTuple):
@@ -87,22 +87,24 @@ def is_token_exact(net: MLP, rule: LinearRule) -> bool:
 
 
 def prediction_backward(
-    net: MLP, rule: LinearRule, rec: KeyActivations, g_error: Tensor, g_surprise: Tensor
+    net: MLP, rule: LinearRule, key_activations: KeyActivations, g_error: Tensor, g_surprise: Tensor
 ) -> tuple[Tensor | None, Tensor, Tensor]:
     """Return the gradients of k (through the residual; None without one), of v and of Z_L, from the gradients
     of the error D_L and of the surprise.
     """
-    g_slope = rec.norm.backward(g_error) if rec.norm else g_error
+    g_slope = key_activations.norm.backward(g_error) if key_activations.norm else g_error
     weight = g_surprise.unsqueeze(-1)
     if rule.loss == "squared":
-        g_prediction = torch.addcmul(g_slope, rec.slope, weight)
+        g_prediction = torch.addcmul(g_slope, key_activations.slope, weight)
         g_v = -g_prediction
     else:
-        g_prediction = rec.slope * weight
-        g_v = -torch.addcmul(g_slope, rec.prediction, weight)
+        g_prediction = key_activations.slope * weight
+        g_v = -torch.addcmul(g_slope, key_activations.prediction, weight)
     g_output = (
-        rec.norm.double_backward(g_prediction, rec.slope, rec.errors[-1], g_error)
-        if rec.norm
+        key_activations.norm.double_backward(
+            g_prediction, key_activations.slope, key_activations.errors[-1], g_error
+        )
+        if key_activations.norm
         else g_prediction
     )
     return (g_prediction if net.residual else None), g_v, g_output

@@ -36,28 +36,28 @@ def _shift_by_one_token(x: Tensor, first: Tensor) -> Tensor:
     return torch.cat([first.expand(x.shape[0], 1, -1), x[:, :-1]], 1)
 
 
-def previous_token_factors(co: Coefficients) -> tuple[Tensor, Tensor]:
+def previous_token_factors(coef: Coefficients) -> tuple[Tensor, Tensor]:
     """Return P and (a, r) before each token's own update (but after its own decay, for decay_first)."""
     # This is computed on the device, because a CUDA graph cannot capture a copy from the host.
-    untouched = (torch.arange(co.state_factors.shape[-1], device=co.state_factors.device) == 0).to(
-        co.state_factors.dtype
+    untouched = (torch.arange(coef.state_factors.shape[-1], device=coef.state_factors.device) == 0).to(
+        coef.state_factors.dtype
     )
-    mix = _shift_by_one_token(
-        co.gradient_factors, co.gradient_factors.new_zeros(co.gradient_factors.shape[-1])
+    gradient_factors = _shift_by_one_token(
+        coef.gradient_factors, coef.gradient_factors.new_zeros(coef.gradient_factors.shape[-1])
     )
-    return scale_tokens(mix, co.anchor_scale), scale_tokens(
-        _shift_by_one_token(co.state_factors, untouched), co.anchor_scale
+    return scale_tokens(gradient_factors, coef.anchor_scale), scale_tokens(
+        _shift_by_one_token(coef.state_factors, untouched), coef.anchor_scale
     )
 
 
-def token_exact_solver(net: MLP, rule: LinearRule, k: Tensor, co: Coefficients) -> Tensor | None:
+def token_exact_solver(net: MLP, rule: LinearRule, k: Tensor, coef: Coefficients) -> Tensor | None:
     """Return (I + (X X^T) P~)^-1 for every chunk, which does not depend on the state. Return None if the rule
     does not need it.
     """
     if not is_token_exact(net, rule) or rule.loss != "squared":
         return None
     x = append_ones(net, k)
-    return invert_unit_triangular(torch.bmm(x, x.mT).mul_(previous_token_factors(co)[0]))
+    return invert_unit_triangular(torch.bmm(x, x.mT).mul_(previous_token_factors(coef)[0]))
 
 
 def invert_unit_triangular(A: Tensor) -> Tensor:
@@ -91,55 +91,68 @@ def record_token_exact(net: MLP, rule: LinearRule, anchor: Anchor, k: Tensor, v:
     target, so D solves a unit triangular system with the matrix I + (X X^T) P~. For the dot loss, D = -v.
     """
     x = append_ones(net, k)
-    mix, own = previous_token_factors(anchor.co)
-    output = torch.bmm(stack_scaled(x, own), flatten_state(anchor.state[0]))
+    gradient_factors, state_factors = previous_token_factors(anchor.coef)
+    output = torch.bmm(stack_scaled(x, state_factors), flatten_state(anchor.state[0]))
     if anchor.solver is not None:
         target = v - k if net.residual else v
         error = torch.bmm(anchor.solver, output - target)
         output = error + target
     else:
         error = -v
-        output = output.baddbmm_(torch.bmm(x, x.mT).mul_(mix), error, alpha=-1)
+        output = output.baddbmm_(torch.bmm(x, x.mT).mul_(gradient_factors), error, alpha=-1)
     _, prediction, slope = prediction_and_slope(net, rule, k, v, output)
     return KeyActivations([x], [error], [output], [], [], [], None, prediction, slope)
 
 
 def record_token_exact_backward(
-    net: MLP, rule: LinearRule, anchor: Anchor, rec: KeyActivations, g: ChunkGrads, g_surprise: Tensor
+    net: MLP,
+    rule: LinearRule,
+    anchor: Anchor,
+    key_activations: KeyActivations,
+    g: ChunkGrads,
+    g_surprise: Tensor,
 ) -> tuple[Tensor, Tensor]:
     """Compute the backward of `record_token_exact` for the dot loss. Return the gradients of k and v. For the
     squared loss, see `prepare_chunks_backward`.
     """
-    x, error, g_x = rec.inputs[0], rec.errors[0], g.inputs[0]
-    mix, own = previous_token_factors(anchor.co)
-    g_k, g_v, g_output = prediction_backward(net, rule, rec, g.errors[0], g_surprise)
-    g_v = g_v.baddbmm((torch.bmm(x, x.mT) * mix).mT, g_output)  # D = -v also enters Z
-    flatten_state(g.state[0]).baddbmm_(stack_scaled(x, own).mT, g_output)
-    _token_outputs_backward(anchor.co, anchor.state[0], x, mix, own, error, g_output, g_x, g.co)
+    x, error, g_x = key_activations.inputs[0], key_activations.errors[0], g.inputs[0]
+    gradient_factors, state_factors = previous_token_factors(anchor.coef)
+    g_k, g_v, g_output = prediction_backward(net, rule, key_activations, g.errors[0], g_surprise)
+    g_v = g_v.baddbmm((torch.bmm(x, x.mT) * gradient_factors).mT, g_output)  # D = -v also enters Z
+    flatten_state(g.state[0]).baddbmm_(stack_scaled(x, state_factors).mT, g_output)
+    _token_outputs_backward(
+        anchor.coef, anchor.state[0], x, gradient_factors, state_factors, error, g_output, g_x, g.coef
+    )
     g_x = drop_ones(net, g_x)
     return (g_x if g_k is None else g_k + g_x), g_v
 
 
 def _token_outputs_backward(
-    co: Coefficients, state: Tensor, x: Tensor, mix: Tensor, own: Tensor, error: Tensor, g_output: Tensor, g_x: Tensor,
-    g_co: Coefficients,
+    coef: Coefficients, state: Tensor, x: Tensor, gradient_factors: Tensor, state_factors: Tensor,
+    error: Tensor, g_output: Tensor, g_x: Tensor,
+    g_coef: Coefficients,
 ) -> None:  # fmt: skip
     """Compute the gradients of keys and coefficients from the gradient of the outputs Z, and add them to
-    `g_x` and `g_co` in place.
+    `g_x` and `g_coef` in place.
     """
-    g_blend = torch.bmm(g_output, error.mT).neg_()
-    g_gram = g_blend * mix
-    g_mix, g_own = g_blend.mul_(torch.bmm(x, x.mT)), torch.zeros_like(own)
+    g_masked_scores = torch.bmm(g_output, error.mT).neg_()
+    g_gram = g_masked_scores * gradient_factors
+    g_gradient_factors, g_state_factors = (
+        g_masked_scores.mul_(torch.bmm(x, x.mT)),
+        torch.zeros_like(state_factors),
+    )
     g_x.baddbmm_(g_gram + g_gram.mT, x)
-    stack_scaled_backward(torch.bmm(g_output, flatten_state(state).mT), x, own, g_x, g_own)
-    _previous_token_factors_backward(co, g_co, g_mix, g_own)
+    stack_scaled_backward(
+        torch.bmm(g_output, flatten_state(state).mT), x, state_factors, g_x, g_state_factors
+    )
+    _previous_token_factors_backward(coef, g_coef, g_gradient_factors, g_state_factors)
 
 
 class PreparedChunks(NamedTuple):
     """The quantities of the token-exact rule with the squared loss that are computed for many chunks before
     their states are known.
 
-    D = T (X~ J - target) = U J - known (`record_token_exact`), and the state at the end of a chunk is F J -
+    D = T (X~ J - target) = U J - T target (`record_token_exact`), and the state at the end of a chunk is F J -
     K^T D.
     """
 
@@ -147,86 +160,97 @@ class PreparedChunks(NamedTuple):
     gradient_factors: Tensor  # P of the previous token
     state_factors: Tensor  # (a, r) of the previous token
     solver: Tensor  # T
-    U: Tensor
-    known: Tensor  # overwritten by the errors D, chunk by chunk
+    U: Tensor  # T X~
+    solved_target: Tensor  # T target; overwritten by the errors D, chunk by chunk
     K: Tensor
 
 
-def prepare_chunks(net: MLP, co: Coefficients, k: Tensor, v: Tensor) -> PreparedChunks:
+def prepare_chunks(net: MLP, coef: Coefficients, k: Tensor, v: Tensor) -> PreparedChunks:
     """Compute the quantities that do not depend on the states, for many chunks."""
     x = append_ones(net, k)
-    mix, own = previous_token_factors(co)
-    solver = invert_unit_triangular(torch.bmm(x, x.mT).mul_(mix))
+    gradient_factors, state_factors = previous_token_factors(coef)
+    solver = invert_unit_triangular(torch.bmm(x, x.mT).mul_(gradient_factors))
     target = v - k if net.residual else v
     return PreparedChunks(
         x,
-        mix,
-        own,
+        gradient_factors,
+        state_factors,
         solver,
-        torch.bmm(solver, stack_scaled(x, own)),
+        torch.bmm(solver, stack_scaled(x, state_factors)),
         torch.bmm(solver, target),
-        stack_scaled(x, co.end_gradient_factors),
+        stack_scaled(x, coef.end_gradient_factors),
     )
 
 
 def token_exact_step(
-    state: Tensor, U: Tensor, known: Tensor, K: Tensor, fold: Tensor, end: Tensor | None
+    state: Tensor, U: Tensor, solved_target: Tensor, K: Tensor, end_state_factors: Tensor, end: Tensor | None
 ) -> None:
-    """Process one chunk in place: `known` becomes the errors D, and the end state is written to `end` unless
-    that is None. `fold` is F.
+    """Process one chunk in place: `solved_target` becomes the errors D, and the end state is written to `end`
+    unless that is None. `end_state_factors` is F.
     """
-    known.baddbmm_(U, flatten_state(state), beta=-1)
+    solved_target.baddbmm_(U, flatten_state(state), beta=-1)
     if end is not None:
-        torch.bmm(fold, state.flatten(2), out=end.flatten(2))
-        flatten_state(end).baddbmm_(K.mT, known, alpha=-1)
+        torch.bmm(end_state_factors, state.flatten(2), out=end.flatten(2))
+        flatten_state(end).baddbmm_(K.mT, solved_target, alpha=-1)
 
 
 def token_exact_step_backward(
-    g_end: Tensor | None, U: Tensor, K: Tensor, fold: Tensor, g_error: Tensor, g_start: Tensor
+    g_end: Tensor | None, U: Tensor, K: Tensor, end_state_factors: Tensor, g_error: Tensor, g_start: Tensor
 ) -> None:
     """Compute the backward of `token_exact_step`, and add it to the gradients of the errors and of the start
     state in place.
     """
     if g_end is not None:
         g_error.baddbmm_(K, flatten_state(g_end), alpha=-1)
-        g_start.flatten(2).baddbmm_(fold.mT, g_end.flatten(2))
+        g_start.flatten(2).baddbmm_(end_state_factors.mT, g_end.flatten(2))
     flatten_state(g_start).baddbmm_(U.mT, g_error)
 
 
 def prepare_chunks_backward(
-    net: MLP, co: Coefficients, ready: PreparedChunks, state: Tensor, error: Tensor,
-    g_error: Tensor, g_end: Tensor | None, g_x: Tensor, g_co: Coefficients,
+    net: MLP, coef: Coefficients, prepared: PreparedChunks, state: Tensor, error: Tensor,
+    g_error: Tensor, g_end: Tensor | None, g_x: Tensor, g_coef: Coefficients,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Return the gradients of k and v for many chunks, from the gradients of their errors and end states.
-    Other gradients are added to `g_x` and `g_co` in place.
+    Other gradients are added to `g_x` and `g_coef` in place.
     """
     if g_end is not None:
         stack_scaled_backward(
             torch.bmm(error, flatten_state(g_end).mT),
-            ready.x,
-            co.end_gradient_factors,
+            prepared.x,
+            coef.end_gradient_factors,
             g_x,
-            g_co.end_gradient_factors,
+            g_coef.end_gradient_factors,
             sign=-1,
         )
-        g_co.end_state_factors.baddbmm_(g_end.flatten(2), state.flatten(2).mT)
-    g_output = torch.bmm(ready.solver.mT, g_error)
+        g_coef.end_state_factors.baddbmm_(g_end.flatten(2), state.flatten(2).mT)
+    g_output = torch.bmm(prepared.solver.mT, g_error)
     _token_outputs_backward(
-        co, state, ready.x, ready.gradient_factors, ready.state_factors, error, g_output, g_x, g_co
+        coef,
+        state,
+        prepared.x,
+        prepared.gradient_factors,
+        prepared.state_factors,
+        error,
+        g_output,
+        g_x,
+        g_coef,
     )
     g_x = drop_ones(net, g_x)
     return (g_x + g_output if net.residual else g_x), -g_output
 
 
 def _previous_token_factors_backward(
-    co: Coefficients, g_co: Coefficients, g_mix: Tensor, g_own: Tensor
+    coef: Coefficients, g_coef: Coefficients, g_gradient_factors: Tensor, g_state_factors: Tensor
 ) -> None:
-    """Add the gradients of the coefficients to `g_co`, from the gradients of the results of
+    """Add the gradients of the coefficients to `g_coef`, from the gradients of the results of
     `previous_token_factors`.
     """
-    if co.anchor_scale is not None and g_co.anchor_scale is not None:
-        mix, own = previous_token_factors(co._replace(anchor_scale=None))
-        g_co.anchor_scale.add_((g_mix * mix).sum(-1)).add_((g_own * own).sum(-1))
-        g_mix, g_own = scale_tokens(g_mix, co.anchor_scale), scale_tokens(g_own, co.anchor_scale)
-    g_co.gradient_factors[:, :-1] += g_mix[:, 1:].tril()
-    g_co.state_factors[:, :-1] += g_own[:, 1:]
+    if coef.anchor_scale is not None and g_coef.anchor_scale is not None:
+        gradient_factors, state_factors = previous_token_factors(coef._replace(anchor_scale=None))
+        g_coef.anchor_scale.add_((g_gradient_factors * gradient_factors).sum(-1)).add_(
+            (g_state_factors * state_factors).sum(-1)
+        )
+        g_gradient_factors = scale_tokens(g_gradient_factors, coef.anchor_scale)
+        g_state_factors = scale_tokens(g_state_factors, coef.anchor_scale)
+    g_coef.gradient_factors[:, :-1] += g_gradient_factors[:, 1:].tril()
+    g_coef.state_factors[:, :-1] += g_state_factors[:, 1:]

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from remanence.ops.state import Gates, Weights
-from remanence.ops.triton.launch import launch, power, triton_type
+from remanence.ops.triton.launch import launch, padded_size, triton_type
 from remanence.ops.triton.resources import Constants
 
 if TYPE_CHECKING:
@@ -41,7 +41,7 @@ def convolve(
     launch(
         "convolve_kernel", (rows * heads, len(xs)),
         *[tensor for group in slots for tensor in group], active.view(torch.uint8),
-        HEADS=heads, D=width, BD=power(width), HISTORY=history, BT=power(max(history, 1)), TAPS=taps,
+        HEADS=heads, D=width, BD=padded_size(width), HISTORY=history, BT=padded_size(max(history, 1)), TAPS=taps,
         ACC=triton_type(pasts[0].dtype), options={"num_warps": 4 if history <= 64 else 8},
     )  # fmt: skip
     return ys
@@ -68,13 +68,13 @@ def step(
     """
     y = torch.empty_like(v, dtype=q.dtype, memory_format=torch.contiguous_format)
     surprise = torch.empty_like(gates.log_step)
-    absent = memory.gates.log_step
-    held = [absent if gate is None else gate for gate in memory.gates]
+    unused_gate = memory.gates.log_step
+    tail_gates = [unused_gate if gate is None else gate for gate in memory.gates]
     new = [gates.log_step if gate is None else gate.contiguous() for gate in gates]
     launch(
         "decode_kernel" if memory.net.depth == 2 else "decode_linear_kernel", (memory.rows * memory.heads,),
         q.contiguous(), k.contiguous(), v.contiguous(), *new,
-        *memory.layers, *memory.inputs, *memory.errors, memory.v, *held,
+        *memory.layers, *memory.inputs, *memory.errors, memory.v, *tail_gates,
         memory.position, active.view(torch.uint8), y, surprise, memory.diverged.view(torch.uint8),
         **_constants(memory), options={"num_warps": WARPS, "num_stages": 1},
     )  # fmt: skip
@@ -91,9 +91,9 @@ def _constants(memory: InPlaceMemory) -> Constants:
         memory.width,
         memory.layers[0].shape[-1],
     )
-    block = min(power(columns), BLOCK >> (width > 64) + (chunk > 64))
+    block = min(padded_size(columns), BLOCK >> (width > 64) + (chunk > 64))
     constants: Constants = {
-        "HEADS": memory.heads, "CHUNK": chunk, "BC": power(chunk), "D": width, "BD": power(width),
+        "HEADS": memory.heads, "CHUNK": chunk, "BC": padded_size(chunk), "D": width, "BD": padded_size(width),
         "MOMENTUM": rule.momentum, "FORGET": rule.forget, "RESIDUAL": net.residual, "ACC": triton_type(memory.v.dtype),
     }  # fmt: skip
     if net.depth == 2:
@@ -108,6 +108,6 @@ def _constants(memory: InPlaceMemory) -> Constants:
         "E": columns,
         "BV": block,
         "SQUARED": squared,
-        "TOKEN": exact,
-        "SCALED": rule.decay_first,
+        "TOKEN_EXACT": exact,
+        "DECAY_FIRST": rule.decay_first,
     }

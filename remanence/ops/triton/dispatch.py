@@ -111,10 +111,10 @@ def memory_kind_reason(
             return "the kernels of depth 1 know the squared and dot losses, and decay_first only anchored at the token"
     elif rule.anchor != "chunk" or rule.decay_first or rule.loss != "squared":
         return "the kernels know the squared loss, anchored at the chunk's start, without decay_first"
-    if not 1 <= min(width, values) <= max(width, values) <= launch.WIDEST:
-        return f"the kernels know head widths up to {launch.WIDEST}, got {max(width, values)}"
-    if not 1 <= chunk <= launch.WIDEST:
-        return f"the kernels know chunks up to {launch.WIDEST}, got {chunk}"
+    if not 1 <= min(width, values) <= max(width, values) <= launch.MAX_WIDTH:
+        return f"the kernels know head widths up to {launch.MAX_WIDTH}, got {max(width, values)}"
+    if not 1 <= chunk <= launch.MAX_WIDTH:
+        return f"the kernels know chunks up to {launch.MAX_WIDTH}, got {chunk}"
     if launch.kernels() is None:
         return NO_TRITON
     if launch.interpreted():
@@ -143,8 +143,8 @@ def build_reason(plan: Plan, op: torch.dtype, arch: int, shared: int, train: boo
     if written is None:
         return None
     if isinstance(plan, linear.Plan):
-        return lacking(written, linear.launches(plan, op, arch, train), arch, shared)
-    return lacking(written, mlp.launches(plan, op, arch, train), arch, shared)
+        return lacking(written, linear.list_launches(plan, op, arch, train), arch, shared)
+    return lacking(written, mlp.list_launches(plan, op, arch, train), arch, shared)
 
 
 def layer_reason(
@@ -185,8 +185,8 @@ def decode_reason(like: Tensor, width: int) -> str | None:
         return OFF
     if launch.kernels() is None:
         return NO_TRITON
-    if width > launch.WIDEST:
-        return f"the kernels know head widths up to {launch.WIDEST}, got {width}"
+    if width > launch.MAX_WIDTH:
+        return f"the kernels know head widths up to {launch.MAX_WIDTH}, got {width}"
     if launch.interpreted():
         return None
     if not like.is_cuda:
@@ -202,7 +202,11 @@ def decode_memory_reason(net: MLP, rule: LinearRule, chunk: int) -> str | None:
             "the kernels decode two layers anchored at the chunk's start, or one without LayerNorm, both without bias; "
             f"got {net} and {rule}"
         )
-    return None if chunk <= launch.WIDEST else f"the kernels know chunks up to {launch.WIDEST}, got {chunk}"
+    return (
+        None
+        if chunk <= launch.MAX_WIDTH
+        else f"the kernels know chunks up to {launch.MAX_WIDTH}, got {chunk}"
+    )
 
 
 def search_reason(q: Tensor, keys: Tensor) -> str | None:
@@ -215,8 +219,8 @@ def search_reason(q: Tensor, keys: Tensor) -> str | None:
         return NO_TRITON
     if torch.float64 in (q.dtype, keys.dtype):
         return NO_DOUBLE
-    if q.shape[-1] > launch.WIDEST:
-        return f"the kernels know head widths up to {launch.WIDEST}, got {q.shape[-1]}"
+    if q.shape[-1] > launch.MAX_WIDTH:
+        return f"the kernels know head widths up to {launch.MAX_WIDTH}, got {q.shape[-1]}"
     if keys.shape[1] > STORE_SLOTS:
         return f"the kernels know stores of up to {STORE_SLOTS} slots, got {keys.shape[1]}"
     return None

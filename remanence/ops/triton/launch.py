@@ -15,7 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from remanence.ops.triton.resources import Constants, record
 
-WIDEST = 128
+MAX_WIDTH = 128
 """The largest head width and the largest chunk that the kernels support."""
 
 PRECISION = "tf32x3"
@@ -35,11 +35,11 @@ def kernels() -> ModuleType | None:
     except ImportError:
         return None
     if interpreted():
-        _mend_interpreter()
+        _patch_interpreter()
     return written
 
 
-def _mend_interpreter() -> None:
+def _patch_interpreter() -> None:
     """Patch Triton's interpreter for NumPy 2.4, which refuses the way in which Triton 3.6 converts its
     scalars (arrays of one element) to Python integers.
     """
@@ -47,11 +47,11 @@ def _mend_interpreter() -> None:
 
     patch = interpreter._patch_lang_tensor
 
-    def mended(tensor: Any, scope: Any) -> None:
+    def patched_with_index(tensor: Any, scope: Any) -> None:
         patch(tensor, scope)
         scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
 
-    interpreter._patch_lang_tensor = mended
+    interpreter._patch_lang_tensor = patched_with_index
 
 
 def interpreted() -> bool:
@@ -59,21 +59,21 @@ def interpreted() -> bool:
     return INTERPRETED
 
 
-def power(size: int) -> int:
+def padded_size(size: int) -> int:
     """Return the tile size for `size` elements: the next power of two, and at least 16, the minimum for
     matrix products.
     """
     return max(16, 1 << (size - 1).bit_length())
 
 
-def side(size: int, op: torch.dtype, chip: int) -> int:
+def padded_width(size: int, op: torch.dtype, chip: int) -> int:
     """Return the tile size along a memory's width or hidden axis, for operands of dtype `op` and compute
     capability `chip`.
 
     On Hopper and later the tile has at least 128 bytes. With narrower tiles Triton 3.6 builds kernels there
     that give wrong results or access memory out of bounds (seen on an H200 with heads of 16, 32 and 128).
     """
-    return max(power(size), 128 // op.itemsize if chip >= 90 else 16)
+    return max(padded_size(size), 128 // op.itemsize if chip >= 90 else 16)
 
 
 @cache
@@ -92,7 +92,7 @@ def arch(device: torch.device) -> int:
 
 
 @cache
-def processors(device: torch.device) -> int:
+def num_sms(device: torch.device) -> int:
     """Return the number of streaming multiprocessors of a GPU."""
     return torch.cuda.get_device_properties(device).multi_processor_count
 
@@ -106,19 +106,19 @@ def coefficients(chunk: int, momentum: bool, forget: bool, acc: torch.dtype, op:
     """Return the compile-time arguments of the kernels in kernels/coef.py. `acc` is the dtype of sums, `op`
     that of the operands of products.
     """
-    quick = op == torch.bfloat16
+    from_log_sums = op == torch.bfloat16
     return {
         "CHUNK": chunk,
-        "BC": power(chunk),
+        "BC": padded_size(chunk),
         "MOMENTUM": momentum,
         "FORGET": forget,
-        "QUICK": quick,
+        "FROM_LOG_SUMS": from_log_sums,
         "ACC": triton_type(acc),
         "OP": triton_type(op),
         # With bfloat16 operands, one tensor-core product is exact enough for products of gates. With float32
         # operands, errors made here recur in every chunk: the error of the gradients was 1.4 times that of
         # torch with "tf32x3", and half that of torch with "ieee".
-        "PRECISION": "tf32" if quick else "ieee",
+        "PRECISION": "tf32" if from_log_sums else "ieee",
     }
 
 

@@ -22,24 +22,24 @@ from remanence.ops.triton.launch import (
     arch,
     coefficients,
     launch,
-    power,
+    num_sms,
+    padded_size,
+    padded_width,
     precision,
-    processors,
-    side,
     triton_type,
 )
 from remanence.ops.triton.mlp import warps_of
 from remanence.ops.triton.resources import Constants, Launch, recording
 
-SEQUENTIAL = ("linear_state", "linear_carry")
+SEQUENTIAL = ("linear_state", "linear_state_backward")
 """The kernels that iterate over the chunks. They never read back their own results."""
 
-COLUMNS = 64
+MAX_COLUMNS = 64
 """The most columns of the state that a kernel processes at once. With LayerNorm it always processes all
 columns.
 """
 
-FEWEST = 32
+MIN_COLUMNS = 32
 """The fewest columns of the state in one program of a sequential kernel."""
 
 
@@ -64,11 +64,11 @@ class Plan(NamedTuple):
     """Whether the memory adds its input to its output."""
     squared: bool
     """Whether the loss is squared; otherwise it is the dot product."""
-    token: bool
+    token_exact: bool
     """Whether the rule is token-exact: gradients are taken at the previous token's weights, not at the
     chunk's start.
     """
-    scaled: bool
+    decay_first: bool
     """Whether the weights decay before the gradient is taken (`decay_first`)."""
     precision: str
     """The `input_precision` of Triton for float32 products."""
@@ -80,16 +80,16 @@ class Plan(NamedTuple):
         return self._replace(chip=arch(device))
 
     @property
-    def solves(self) -> bool:
+    def needs_solve(self) -> bool:
         """Whether each chunk needs the solution of a triangular system: the rule is token-exact with the
         squared loss.
         """
-        return self.token and self.squared
+        return self.token_exact and self.squared
 
     def block(self, op: torch.dtype) -> int:
         """Return the number of columns of the state that a parallel kernel processes at once."""
-        whole = side(self.values, op, self.chip)
-        return whole if self.norm else min(whole, COLUMNS)
+        whole = padded_width(self.values, op, self.chip)
+        return whole if self.norm else min(whole, MAX_COLUMNS)
 
     def columns(self, programs: int, op: torch.dtype, device: torch.device) -> int:
         """Return the number of columns of the state in one program of a sequential kernel. Fewer columns make
@@ -97,10 +97,15 @@ class Plan(NamedTuple):
         """
         if self.norm:
             return self.block(op)
-        whole = side(self.values, op, self.chip)
-        fits = op == torch.bfloat16 and max(side(self.width, op, self.chip), whole, self.chunk) <= COLUMNS
-        columns = self.block(op) if fits else min(self.block(op), FEWEST)
-        while device.type == "cuda" and columns > FEWEST and programs * whole < columns * processors(device):
+        whole = padded_width(self.values, op, self.chip)
+        fits = (
+            op == torch.bfloat16
+            and max(padded_width(self.width, op, self.chip), whole, self.chunk) <= MAX_COLUMNS
+        )
+        columns = self.block(op) if fits else min(self.block(op), MIN_COLUMNS)
+        while (
+            device.type == "cuda" and columns > MIN_COLUMNS and programs * whole < columns * num_sms(device)
+        ):
             columns //= 2
         return columns
 
@@ -114,11 +119,11 @@ class Plan(NamedTuple):
         """
         constants = {
             "D": self.width,
-            "BD": side(self.width, op, self.chip),
+            "BD": padded_width(self.width, op, self.chip),
             "E": self.values,
             "BV": self.block(op),
             "CHUNK": self.chunk,
-            "BC": power(self.chunk),
+            "BC": padded_size(self.chunk),
             "MOMENTUM": self.momentum,
             "RESIDUAL": self.residual,
             "ACC": triton_type(acc),
@@ -130,11 +135,14 @@ class Plan(NamedTuple):
             else self.precision,
         }
         if kernel != "linear_solve":
-            constants |= {"NORM": self.norm, "SQUARED": self.squared, "TOKEN": self.token}
-        if kernel not in ("linear_state", "linear_carry"):
-            constants["SCALED"] = self.scaled
-        if kernel == "linear_carry":
-            constants |= {"REACH": 1.0 / torch.finfo(acc).eps, "END": torch.finfo(acc).max ** 0.5 * 1e-9}
+            constants |= {"NORM": self.norm, "SQUARED": self.squared, "TOKEN_EXACT": self.token_exact}
+        if kernel not in ("linear_state", "linear_state_backward"):
+            constants["DECAY_FIRST"] = self.decay_first
+        if kernel == "linear_state_backward":
+            constants |= {
+                "RELATIVE_LIMIT": 1.0 / torch.finfo(acc).eps,
+                "ABSOLUTE_LIMIT": torch.finfo(acc).max ** 0.5 * 1e-9,
+            }
         return constants | more
 
 
@@ -157,7 +165,7 @@ def options(name: str, constants: Constants, hopper: bool) -> dict[str, int]:
         warps = 8 if norm else max(4, constants["BV"] // 16)
         return {
             "num_warps": warps,
-            "num_stages": 2 if hopper and not norm and not constants.get("HELD") else 1,
+            "num_stages": 2 if hopper and not norm and not constants.get("CLAMP") else 1,
         }
     if name == "linear_solve" and not wide and constants["BC"] <= 64:
         # Also for heads of 128: two programs then share a processor, which helps because each often waits.
@@ -173,9 +181,9 @@ def _launch(name: str, grid: tuple[int, ...], *tensors: Any, **constants: Any) -
     launch(name, grid, *tensors, options=options(name, constants, arch(tensors[0].device) >= 90), **constants)
 
 
-def launches(plan: Plan, op: torch.dtype, arch: int, train: bool = True) -> list[Launch]:
-    """Return the kernels that a call launches on a compute capability, and those of its backward if `train`.
-    The launches are recorded with fake tensors; nothing runs.
+def list_launches(plan: Plan, op: torch.dtype, arch: int, train: bool = True) -> list[Launch]:
+    """Return the list of kernels that a call with this plan launches on a compute capability, and those of its
+    backward if `train`. The launches are recorded with fake tensors; nothing runs.
     """
     plan = plan._replace(chip=arch)
     with FakeTensorMode(), torch.device("cpu"), recording() as recorded:
@@ -207,40 +215,78 @@ def _forward(
     """
     rows, L, heads = q.shape[:3]
     n, m = -(-L // plan.chunk), rows * heads
-    acc, op, C = J.dtype, q.dtype, power(plan.chunk)
+    acc, op, C = J.dtype, q.dtype, padded_size(plan.chunk)
     if train:
         clamp_counter(q)  # created now, because backward may run where it cannot be allocated
     empty = lambda *shape, dtype=op: torch.empty(shape, dtype=dtype, device=q.device)
     like = lambda x, wanted: torch.empty_like(x) if wanted else empty(0)
     log_gates = [gate if gate is not None else gates.log_step for gate in gates]
-    P, co, fold = empty(m, n, C, C), empty(m, n, 4, C, dtype=acc), empty(m, n, 4, dtype=acc)
+    P, coef, end_factors = empty(m, n, C, C), empty(m, n, 4, C, dtype=acc), empty(m, n, 4, dtype=acc)
     _launch(
-        "coef_kernel", (n * m,), *log_gates, totals, P, co, fold, L, n, heads, **plan.coefficients(acc, op)
+        "coef_kernel",
+        (n * m,),
+        *log_gates,
+        totals,
+        P,
+        coef,
+        end_factors,
+        L,
+        n,
+        heads,
+        **plan.coefficients(acc, op),
     )
-    inverse = empty(*((m, n, C, C) if plan.solves else (0,)))
-    U, known, R = like(k, plan.solves), like(v, plan.solves), like(k, plan.solves and plan.momentum)
-    if plan.solves:
+    inverse = empty(*((m, n, C, C) if plan.needs_solve else (0,)))
+    U, errors_at_zero, R = (
+        like(k, plan.needs_solve),
+        like(v, plan.needs_solve),
+        like(k, plan.needs_solve and plan.momentum),
+    )
+    if plan.needs_solve:
         _launch(
-            "linear_solve", (n * m,), k, v, log_gates[2], P, co, inverse, U, R, known, L, n, heads,
+            "linear_solve", (n * m,), k, v, log_gates[2], P, coef, inverse, U, R, errors_at_zero, L, n, heads,
             **plan.tiles("linear_solve", acc, op),
         )  # fmt: skip
     starts, end, errors = empty(m, n, *J.shape[1:]), torch.empty_like(J), torch.empty_like(v)
     columns = plan.block(op) if isinstance(q, FakeTensor) else plan.columns(m, op, q.device)
     _launch(
         "linear_state", (m, -(-plan.values // columns)),
-        k, v, U, R, known, J, end, starts, co, fold, errors, L, n, heads,
+        k, v, U, R, errors_at_zero, J, end, starts, coef, end_factors, errors, L, n, heads,
         **plan.tiles("linear_state", acc, op, BV=columns),
     )  # fmt: skip
     keep = train and plan.norm
-    y, surprise, bad = torch.empty_like(v), empty(rows, L, heads, dtype=acc), empty(m, n, dtype=torch.int32)
-    values, answers = like(v, keep or (train and not plan.squared)), like(v, keep)
-    rstds, spreads = (empty(*((rows, L, heads) if keep else (0,)), dtype=acc) for _ in range(2))
+    y, surprise, nonfinite = (
+        torch.empty_like(v),
+        empty(rows, L, heads, dtype=acc),
+        empty(m, n, dtype=torch.int32),
+    )
+    predictions, answers = like(v, keep or (train and not plan.squared)), like(v, keep)
+    prediction_rstds, answer_rstds = (
+        empty(*((rows, L, heads) if keep else (0,)), dtype=acc) for _ in range(2)
+    )
     _launch(
         "linear_read", (n * m,),
-        q, k, v, log_gates[2], starts, P, co, errors, values, rstds, answers, spreads, y, surprise, bad, L, n, heads,
-        **plan.tiles("linear_read", acc, op, TRAIN=train),
+        q, k, v, log_gates[2], starts, P, coef, errors, predictions, prediction_rstds, answers, answer_rstds, y,
+        surprise, nonfinite, L, n, heads,
+        **plan.tiles("linear_read", acc, op, SAVE_FOR_BACKWARD=train),
     )  # fmt: skip
-    return y, surprise, end, bad, P, co, fold, starts, errors, inverse, U, R, values, rstds, answers, spreads
+    return (
+        y,
+        surprise,
+        end,
+        nonfinite,
+        P,
+        coef,
+        end_factors,
+        starts,
+        errors,
+        inverse,
+        U,
+        R,
+        predictions,
+        prediction_rstds,
+        answers,
+        answer_rstds,
+    )
 
 
 def _backward(
@@ -249,37 +295,58 @@ def _backward(
     """Return the gradients of q, k, v, the three gates and the initial layer, from those of the answers, the
     surprise and the final layer.
     """
-    q, k, v, totals, P, co, fold, starts, errors, inverse, U, R, values, rstds, answers, spreads = saved
+    (
+        q,
+        k,
+        v,
+        totals,
+        P,
+        coef,
+        end_factors,
+        starts,
+        errors,
+        inverse,
+        U,
+        R,
+        predictions,
+        prediction_rstds,
+        answers,
+        answer_rstds,
+    ) = saved
     rows, L, heads = q.shape[:3]
     n, m = -(-L // plan.chunk), rows * heads
-    acc, op = co.dtype, q.dtype
+    acc, op = coef.dtype, q.dtype
     log_gates = [gate if gate is not None else gates.log_step for gate in gates]
-    g_q, g_k, g_v, g_D = (torch.empty_like(x) for x in (q, k, v, v))
-    g_P, g_co, g_fold, g_J = (torch.empty_like(x) for x in (P, co, fold, starts))
-    received = torch.empty((m, n), dtype=acc, device=q.device)
+    g_q, g_k, g_v, g_errors = (torch.empty_like(x) for x in (q, k, v, v))
+    g_P, g_coef, g_end_factors, g_starts = (torch.empty_like(x) for x in (P, coef, end_factors, starts))
+    received_norm = torch.empty((m, n), dtype=acc, device=q.device)
     _launch(
         "linear_read_backward", (n * m,),
-        q, k, v, log_gates[2], U, R, starts, P, co, errors, values, rstds, answers, spreads, g_y, g_surprise,
-        g_q, g_k, g_P, g_co, g_D, g_J, received, L, n, heads,
+        q, k, v, log_gates[2], U, R, starts, P, coef, errors, predictions, prediction_rstds, answers,
+        answer_rstds, g_y, g_surprise,
+        g_q, g_k, g_P, g_coef, g_errors, g_starts, received_norm, L, n, heads,
         **plan.tiles("linear_read_backward", acc, op),
     )  # fmt: skip
-    received_end = g_end.abs().flatten(1).sum(1)
-    g_first, g_ends = torch.empty_like(g_end), torch.empty_like(starts)
+    received_norm_end = g_end.abs().flatten(1).sum(1)
+    g_start, g_chunk_ends = torch.empty_like(g_end), torch.empty_like(starts)
     columns = plan.block(op) if isinstance(q, FakeTensor) else plan.columns(m, op, q.device)
-    whole = side(plan.values, op, plan.chip)
-    over = torch.zeros((m, whole // columns), dtype=torch.int32, device=q.device)
-    for held, block in ((False, columns), (True, whole)):
+    whole = padded_width(plan.values, op, plan.chip)
+    exceeds_limit = torch.zeros((m, whole // columns), dtype=torch.int32, device=q.device)
+    for clamps, block in ((False, columns), (True, whole)):
         _launch(
-            "linear_carry", (m, -(-plan.values // block)),
-            k, v, U, R, co, fold, values, rstds, g_J, received, received_end, g_end, g_first, g_ends, over,
+            "linear_state_backward", (m, -(-plan.values // block)),
+            k, v, U, R, coef, end_factors, predictions, prediction_rstds, g_starts, received_norm,
+            received_norm_end, g_end, g_start, g_chunk_ends, exceeds_limit,
             clamp_counter(q), L, n, heads,
-            **plan.tiles("linear_carry", acc, op, BV=block, HELD=held, PROGRAMS=whole // columns),
+            **plan.tiles("linear_state_backward", acc, op, BV=block, CLAMP=clamps,
+            PROGRAMS_PER_MEMORY=whole // columns),
         )  # fmt: skip
-    g_scale = torch.empty_like(gates.log_step) if plan.scaled else received
+    g_log_keep_anchor = torch.empty_like(gates.log_step) if plan.decay_first else received_norm
     _launch(
         "linear_keys_backward", (n * m,),
-        k, v, log_gates[2], starts, P, co, inverse, errors, values, rstds, g_surprise, g_D, g_ends,
-        g_k, g_v, g_P, g_co, g_fold, g_scale, L, n, heads,
+        k, v, log_gates[2], starts, P, coef, inverse, errors, predictions, prediction_rstds, g_surprise,
+        g_errors, g_chunk_ends,
+        g_k, g_v, g_P, g_coef, g_end_factors, g_log_keep_anchor, L, n, heads,
         **plan.tiles("linear_keys_backward", acc, op),
     )  # fmt: skip
     g_gates = [torch.empty_like(gates.log_step) for _ in range(3)]
@@ -289,17 +356,17 @@ def _backward(
         *log_gates,
         totals,
         g_P,
-        g_co,
-        g_fold,
+        g_coef,
+        g_end_factors,
         *g_gates,
         L,
         n,
         heads,
         **plan.coefficients(acc, op),
     )
-    if plan.scaled:
-        g_gates[2] += g_scale
-    return g_q, g_k, g_v, *empty_grads(gates, g_gates, acc), g_first
+    if plan.decay_first:
+        g_gates[2] += g_log_keep_anchor
+    return g_q, g_k, g_v, *empty_grads(gates, g_gates, acc), g_start
 
 
 linear_forward = memory_operator("linear", Plan, _forward, _backward, ("J",), saved=12)

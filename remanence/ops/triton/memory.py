@@ -7,7 +7,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from remanence.ops.layout import DeviceLayout, gates_with_tail
+from remanence.ops.layout import SyncFreeLayout, gates_with_tail
 from remanence.ops.nets import MLP
 from remanence.ops.rules import LinearRule
 from remanence.ops.state import DIVERGENCE_LIMIT, Gates, MemoryState
@@ -15,7 +15,7 @@ from remanence.ops.triton import linear, mlp
 from remanence.runtime.positions import advance_position
 from remanence.runtime.state import needs_grad
 
-PIECE = 256
+PIECE_CHUNKS = 256
 """The number of chunks computed at once in a call without gradients."""
 
 Plan = mlp.Plan | linear.Plan
@@ -50,7 +50,7 @@ def memorize(
     """
     exact = state.k.dtype
     op = q.dtype if q.dtype == torch.bfloat16 else exact
-    layout = DeviceLayout(q.shape[0], q.shape[1], state, chunk, offsets, aligned)
+    layout = SyncFreeLayout(q.shape[0], q.shape[1], state, chunk, offsets, aligned)
     q, k, v = (x.to(op) for x in (q, k, v))
     q, k, v = layout.query_rows(q), layout.rows_with_tail(state.k, k), layout.rows_with_tail(state.v, v)
     gates = gates_with_tail(layout, state, gates)
@@ -61,8 +61,8 @@ def memorize(
     plan = plan_of(net, rule, width, v.shape[-1], heads, chunk)
     # Without gradients a long call is computed in pieces, because the states at the starts of all chunks
     # could fill the GPU's memory.
-    piece = layout.length if train else min(layout.length, PIECE * chunk)
-    y, surprise, bad, ends = _pieces(plan, inputs, start, layout.totals, piece, layout.length, train)
+    piece = layout.length if train else min(layout.length, PIECE_CHUNKS * chunk)
+    y, surprise, nonfinite, ends = _pieces(plan, inputs, start, layout.totals, piece, layout.length, train)
     layers = (
         tuple(end.view(rows, heads, *end.shape[1:]) for end in ends)
         if layout.completes_chunk
@@ -74,7 +74,9 @@ def memorize(
         largest(surprise) / DIVERGENCE_LIMIT,
         *(largest(layer) for layer in layers if layout.completes_chunk),
     ]
-    diverged = state.diverged | bad.view(rows, -1).any(1) | ~(torch.stack(sizes) <= DIVERGENCE_LIMIT).all(0)
+    diverged = (
+        state.diverged | nonfinite.view(rows, -1).any(1) | ~(torch.stack(sizes) <= DIVERGENCE_LIMIT).all(0)
+    )
     tail_k, tail_v = layout.next_tail(k).to(exact), layout.next_tail(v).to(exact)
     position = advance_position(state.position, layout.counts)
     new = MemoryState(layers, tail_k, tail_v, gates.map(layout.next_tail), position, diverged)
@@ -100,9 +102,9 @@ def _pieces(
         if piece != length:
             part = [x if x is None else x[:, first : first + piece].contiguous() for x in inputs]
         left = (totals - first).clamp(0, piece).to(torch.int32)
-        y, surprise, *ends, bad = run(*part, *ends, left, train, *plan)[:count]
-        results.append((y, surprise, bad))
-    y, surprise, bad = (
+        y, surprise, *ends, nonfinite = run(*part, *ends, left, train, *plan)[:count]
+        results.append((y, surprise, nonfinite))
+    y, surprise, nonfinite = (
         column[0] if len(results) == 1 else torch.cat(column, 1) for column in zip(*results, strict=True)
     )
-    return y, surprise, bad, ends
+    return y, surprise, nonfinite, ends

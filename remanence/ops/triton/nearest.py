@@ -20,7 +20,7 @@ from remanence.ops.library import register_operator
 from remanence.ops.triton import launch
 from remanence.ops.triton.resources import Constants, Launch, recording
 
-HELD = 2**26
+MAX_SCORES = 2**26
 """The most scores that are kept at once, of groups or of keys in selected groups (512 MiB). If there are more
 queries, they are searched in several blocks.
 """
@@ -30,7 +30,7 @@ QUERIES, KEYS = (2**15, 256), (2**13, 64)
 larger, because the keys are loaded again for each of them.
 """
 
-TURNS = 16
+TILES_PER_PROGRAM = 16
 """The most tiles of keys that one program processes. It is fewer if there would be too few programs to occupy
 the GPU.
 """
@@ -41,7 +41,7 @@ CANDIDATES = 2**13
 GROUPS = (16, 64)
 """The fewest and the most keys in a group."""
 
-STAGES = {"peaks_kernel": 3, "rescore_kernel": 1}
+STAGES = {"group_max_kernel": 3, "rescore_kernel": 1}
 """The number of pipeline stages of each kernel."""
 
 
@@ -69,7 +69,7 @@ class Plan(NamedTuple):
     """Queries in a tile."""
     keys: int
     """Keys in a tile."""
-    turns: int
+    tiles_per_program: int
     """Tiles of keys per program."""
     group: int
     """Keys in a group."""
@@ -81,13 +81,14 @@ class Plan(NamedTuple):
     """The number of selected groups, in which every key is scored."""
 
 
-def plan_of(shape: torch.Size, size: int, k: int, width: int, op: torch.dtype, processors: int) -> Plan:
+def plan_of(shape: torch.Size, size: int, k: int, width: int, op: torch.dtype, num_sms: int) -> Plan:
     """Return the plan for queries ``[r t h e]`` and stores of `size` keys. `width` is the padded head width
     of the tiles.
     """
     rows, tokens, heads, _ = shape
     queries, keys = (
-        min(max(room // (width * op.itemsize), 32), vectors) for room, vectors in (QUERIES, KEYS)
+        min(max(max_bytes // (width * op.itemsize), 32), max_vectors)
+        for max_bytes, max_vectors in (QUERIES, KEYS)
     )
     # The best score of each group is written and read once (16 bytes). Each key of a selected group is read
     # and its score sorted, which costs about eight times as much. At this group size, both passes cost the
@@ -96,15 +97,15 @@ def plan_of(shape: torch.Size, size: int, k: int, width: int, op: torch.dtype, p
     groups = -(-size // group)
     bundle = _root(groups / k)
     bundle = bundle if bundle >= 8 else 1  # few groups are sorted quickly, without bundles
-    held = max(1, HELD // (rows * heads * max(groups, min(k, groups) * group)))
-    block = min(tokens, held if held < queries else held - held % queries)
-    queries = 16 if block <= 16 else min(max(launch.power(block), 64), queries)
-    turns, programs = TURNS, rows * heads * -(-block // queries) * -(-size // keys)
-    while turns > 1 and programs < 4 * processors * turns:
-        turns //= 2
-    span = max(group * bundle, keys * turns)  # both are powers of two
+    max_queries = max(1, MAX_SCORES // (rows * heads * max(groups, min(k, groups) * group)))
+    block = min(tokens, max_queries if max_queries < queries else max_queries - max_queries % queries)
+    queries = 16 if block <= 16 else min(max(launch.padded_size(block), 64), queries)
+    tiles_per_program, programs = TILES_PER_PROGRAM, rows * heads * -(-block // queries) * -(-size // keys)
+    while tiles_per_program > 1 and programs < 4 * num_sms * tiles_per_program:
+        tiles_per_program //= 2
+    span = max(group * bundle, keys * tiles_per_program)  # both are powers of two
     groups = -(-size // span) * span // group
-    return Plan(block, queries, keys, turns, group, bundle, groups, min(k, groups))
+    return Plan(block, queries, keys, tiles_per_program, group, bundle, groups, min(k, groups))
 
 
 def _root(ratio: float) -> int:
@@ -113,39 +114,46 @@ def _root(ratio: float) -> int:
 
 
 def _search(
-    q: Tensor, keys: Tensor, position: Tensor, limit: Tensor, k: int, chip: int, processors: int
+    q: Tensor, keys: Tensor, position: Tensor, max_position: Tensor, k: int, chip: int, num_sms: int
 ) -> tuple[Tensor, Tensor]:
     """Search block by block. Returns scores and slots ``[r t h k]``; see `nearest`. `chip` is the compute
-    capability and `processors` the number of processors of the GPU.
+    capability and `num_sms` the number of processors of the GPU.
     """
     if q.numel() == 0:
-        return _shapes(q, keys, position, limit, k)
+        return _shapes(q, keys, position, max_position, k)
     op = torch.bfloat16 if q.dtype == keys.dtype == torch.bfloat16 else torch.float32
-    q, keys = _regular(q), _regular(keys)
-    position, limit = position.to(torch.int64).contiguous(), limit.to(torch.int64)
-    width = launch.side(q.shape[-1], op, chip)
-    plan = plan_of(q.shape, keys.shape[1], k, width, op, processors)
+    q, keys = _with_readable_strides(q), _with_readable_strides(keys)
+    position, max_position = position.to(torch.int64).contiguous(), max_position.to(torch.int64)
+    width = launch.padded_width(q.shape[-1], op, chip)
+    plan = plan_of(q.shape, keys.shape[1], k, width, op, num_sms)
     parts = []
     for start in range(0, q.shape[1], plan.block):
         some = slice(start, start + plan.block)
         parts.append(
-            _search_block(plan, q[:, some], keys, position, limit[:, some].contiguous(), k, width, op)
+            _search_block(plan, q[:, some], keys, position, max_position[:, some].contiguous(), k, width, op)
         )
     score, index = unpack(parts[0] if len(parts) == 1 else torch.cat(parts, 1))
     return score, index.masked_fill_(score == -torch.inf, -1)
 
 
 def _search_block(
-    plan: Plan, q: Tensor, keys: Tensor, position: Tensor, limit: Tensor, k: int, width: int, op: torch.dtype
+    plan: Plan,
+    q: Tensor,
+    keys: Tensor,
+    position: Tensor,
+    max_position: Tensor,
+    k: int,
+    width: int,
+    op: torch.dtype,
 ) -> Tensor:
     """Return the k best keys ``[r t h k]`` of a block of queries as packed integers, the best first."""
     rows, tokens, heads, _ = q.shape
     size, count = keys.shape[1], plan.chosen
-    apart = (
+    row_strides = (
         q.stride(0) // q.stride(1),
         keys.stride(0) // keys.stride(1),
         position.stride(0),
-        limit.stride(0),
+        max_position.stride(0),
     )
     strides = {
         "Q_TOKEN": q.stride(1),
@@ -154,29 +162,29 @@ def _search_block(
         "K_HEAD": keys.stride(2),
     }
     shapes = {"HEADS": heads, **strides, "D": q.shape[-1], "BD": width, "GROUP": plan.group}
-    peaks = torch.empty(rows, tokens, heads, plan.groups, dtype=torch.int64, device=q.device)
-    spans = plan.groups * plan.group // (plan.keys * plan.turns)
+    group_max = torch.empty(rows, tokens, heads, plan.groups, dtype=torch.int64, device=q.device)
+    spans = plan.groups * plan.group // (plan.keys * plan.tiles_per_program)
     _launch(
-        "peaks_kernel", (-(-tokens // plan.queries) * heads * spans * rows,),
-        q, keys, position, limit, peaks, tokens, size, plan.groups, *apart,
-        **shapes, BQ=plan.queries, BN=plan.keys, TURNS=plan.turns,
+        "group_max_kernel", (-(-tokens // plan.queries) * heads * spans * rows,),
+        q, keys, position, max_position, group_max, tokens, size, plan.groups, *row_strides,
+        **shapes, BQ=plan.queries, BN=plan.keys, TILES_PER_PROGRAM=plan.tiles_per_program,
         OP=launch.triton_type(op), PRECISION=launch.precision(),
     )  # fmt: skip
     if plan.bundle > 1:
-        bundles = peaks.unflatten(-1, (-1, plan.bundle))
+        bundles = group_max.unflatten(-1, (-1, plan.bundle))
         best = bundles.amax(-1).topk(count, sorted=False).indices
-        peaks = bundles.gather(-2, best.unsqueeze(-1).expand(*best.shape, plan.bundle)).flatten(-2)
-    chosen = peaks.topk(count, sorted=False).values
+        group_max = bundles.gather(-2, best.unsqueeze(-1).expand(*best.shape, plan.bundle)).flatten(-2)
+    chosen = group_max.topk(count, sorted=False).values
     scores = torch.empty(rows, tokens, heads, count * plan.group, dtype=torch.int64, device=q.device)
     candidates = CANDIDATES // width
     _launch(
         "rescore_kernel", (rows * tokens * heads, -(-count * plan.group // candidates)),
-        q, keys, position, limit, chosen, scores, tokens, size, count, *apart, **shapes, BN=candidates,
+        q, keys, position, max_position, chosen, scores, tokens, size, count, *row_strides, **shapes, BN=candidates,
     )  # fmt: skip
     return scores.topk(k).values
 
 
-def _regular(x: Tensor) -> Tensor:
+def _with_readable_strides(x: Tensor) -> Tensor:
     """Return x, or a contiguous copy if the kernels cannot read its layout. They require that the stride of
     rows is a multiple of that of tokens or slots, and that the last axis is contiguous.
     """
@@ -192,10 +200,10 @@ def _launch(name: str, grid: tuple[int, ...], *tensors: Any, **constants: Any) -
 
 def warps_of(name: str, constants: Constants) -> int:
     """Return the number of warps of a kernel."""
-    return 8 if name == "peaks_kernel" and constants["BQ"] > 64 else 4
+    return 8 if name == "group_max_kernel" and constants["BQ"] > 64 else 4
 
 
-def launches(
+def list_launches(
     heads: int, width: int, tokens: int, size: int, k: int, op: torch.dtype, arch: int
 ) -> list[Launch]:
     """Return the kernels that one search launches on a compute capability. The launches are recorded with
@@ -203,18 +211,20 @@ def launches(
     """
     with FakeTensorMode(), torch.device("cpu"), recording() as recorded:
         q, keys = torch.empty(1, tokens, heads, width, dtype=op), torch.empty(1, size, heads, width, dtype=op)
-        position, limit = (torch.empty(1, n, dtype=torch.int64) for n in (size, tokens))
-        _search(q, keys, position, limit, k, arch, 132)
+        position, max_position = (torch.empty(1, n, dtype=torch.int64) for n in (size, tokens))
+        _search(q, keys, position, max_position, k, arch, 132)
     return [Launch(*each, warps_of(each[0], each[2]), STAGES[each[0]]) for each in recorded]
 
 
-def _nearest(q: Tensor, keys: Tensor, position: Tensor, limit: Tensor, k: int) -> tuple[Tensor, Tensor]:
+def _nearest(
+    q: Tensor, keys: Tensor, position: Tensor, max_position: Tensor, k: int
+) -> tuple[Tensor, Tensor]:
     """The implementation of `nearest`."""
-    processors = launch.processors(q.device) if q.is_cuda else 1
-    return _search(q, keys, position, limit, k, launch.arch(q.device), processors)
+    num_sms = launch.num_sms(q.device) if q.is_cuda else 1
+    return _search(q, keys, position, max_position, k, launch.arch(q.device), num_sms)
 
 
-def _shapes(q: Tensor, keys: Tensor, position: Tensor, limit: Tensor, k: int) -> tuple[Tensor, Tensor]:
+def _shapes(q: Tensor, keys: Tensor, position: Tensor, max_position: Tensor, k: int) -> tuple[Tensor, Tensor]:
     """Return uninitialised results with the shapes of those of `nearest`."""
     score = torch.empty(*q.shape[:3], k, dtype=torch.float32, device=q.device)
     return score, torch.empty_like(score, dtype=torch.int64)
@@ -223,13 +233,13 @@ def _shapes(q: Tensor, keys: Tensor, position: Tensor, limit: Tensor, k: int) ->
 nearest = register_operator(
     "nearest",
     _nearest,
-    "(Tensor q, Tensor keys, Tensor position, Tensor limit, int k) -> (Tensor, Tensor)",
+    "(Tensor q, Tensor keys, Tensor position, Tensor max_position, int k) -> (Tensor, Tensor)",
     fake=_shapes,
 )
 """For each query q ``[r t h e]``, return the scores and slots ``[r t h k]`` of the keys ``[r size h e]`` with
-the highest dot products. Only keys whose position ``[r size]`` is between 0 and the query's limit ``[r t]``
-are found. The best comes first; of equal scores, the lower slot. If there are fewer than k, the score is -inf
-and the slot -1.
+the highest dot products. Only keys whose position ``[r size]`` is between 0 and the query's `max_position` ``[r
+t]`` are found. The best comes first; of equal scores, the lower slot. If there are fewer than k, the score is
+-inf and the slot -1.
 
 The returned scores are float32 sums. Groups are selected by scores from tensor cores. These are exact
 products for bfloat16; for float32 they use "tf32x3", with an error of about 4e-7 of the product of the

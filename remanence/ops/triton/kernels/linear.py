@@ -11,6 +11,12 @@ The state is held, and saved at the starts of the chunks, transposed. It is then
 products, as are the errors, and both can stay in the registers of a warp between two products. A row of the
 transposed state is a column of W and does not depend on other rows (except with LayerNorm), so the rows can
 be divided among programs.
+
+The other letters are listed in the docstring of the package. For the token-exact rule there are also
+
+    T, `inverse`    the inverse of a chunk's triangular system, (I + (K K^T) P~)^-1
+    U, R            T times the keys, scaled by the previous token's a and r
+    ~, `_prev`      coefficients of the token before
 """
 
 from __future__ import annotations
@@ -23,6 +29,7 @@ from remanence.ops.triton.kernels.tools import (
     COEF_C,
     COEF_R,
     COEF_S,
+    chunk_tokens,
     dot,
     kernel,
     load,
@@ -30,32 +37,33 @@ from remanence.ops.triton.kernels.tools import (
     load_columns,
     load_tokens,
     norm,
-    pull,
-    square_of,
+    norm_backward,
+    program_chunk_index,
+    square_offsets,
     store,
     store_columns,
-    tokens,
-    which_chunk,
 )
 
 
 @triton.jit
-def earlier(co, log_keep, base, at, live, BC: tl.constexpr, MOMENTUM: tl.constexpr, SCALED: tl.constexpr):
+def previous_token_coef(
+    coef, log_keep, base, at, row_mask, BC: tl.constexpr, MOMENTUM: tl.constexpr, DECAY_FIRST: tl.constexpr
+):
     """Return a and r of the token before each token, and the factor `scale` by which each token's own decay
-    reduces them before its gradient is taken (1 unless SCALED).
+    reduces them before its gradient is taken (1 unless DECAY_FIRST).
     """
     t = tl.arange(0, BC)
-    a = tl.load(co + base * 4 * BC + t - 1, mask=t > 0, other=1.0)
+    a = tl.load(coef + base * 4 * BC + t - 1, mask=t > 0, other=1.0)
     r, scale = tl.zeros_like(a), tl.zeros_like(a) + 1.0
     if MOMENTUM:
-        r = tl.load(co + base * 4 * BC + BC + t - 1, mask=t > 0, other=0.0)
-    if SCALED:
-        scale = tl.exp(tl.load(log_keep + at, mask=live, other=0.0))
+        r = tl.load(coef + base * 4 * BC + BC + t - 1, mask=t > 0, other=0.0)
+    if DECAY_FIRST:
+        scale = tl.exp(tl.load(log_keep + at, mask=row_mask, other=0.0))
     return a, r, scale
 
 
 @triton.jit
-def earlier_mix(P, base, scale, BC: tl.constexpr):
+def previous_token_P(P, base, scale, BC: tl.constexpr):
     """Return P of the token before each token, times `scale`."""
     t = tl.arange(0, BC)
     square = base * BC * BC + (t[:, None] - 1) * BC + t[None, :]
@@ -63,21 +71,25 @@ def earlier_mix(P, base, scale, BC: tl.constexpr):
 
 
 @triton.jit
-def _met(
-    k, log_keep, P, base, first, left, t, u,
-    HEADS, D: tl.constexpr, BD: tl.constexpr, BC: tl.constexpr, SCALED: tl.constexpr,
+def _key_scores(
+    k, log_keep, P, base, first_token, tokens_left, t, u,
+    HEADS, D: tl.constexpr, BD: tl.constexpr, BC: tl.constexpr, DECAY_FIRST: tl.constexpr,
     OP: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Return the entries of (K K^T) P~ for the tokens t (rows) and u (columns) of a chunk, where P~ is
-    `earlier_mix`.
+    `previous_token_P`.
     """
-    at = first + t * HEADS
-    K = load_tokens(k, at, t < left, D, BD)
-    met = dot(K, tl.trans(load_tokens(k, first + u * HEADS, u < left, D, BD)), OP, PRECISION)
-    met *= tl.load(P + base * BC * BC + (t[:, None] - 1) * BC + u[None, :], mask=(t > 0)[:, None], other=0.0)
-    if SCALED:
-        met *= tl.exp(tl.load(log_keep + at, mask=t < left, other=0.0))[:, None]
-    return met
+    at = first_token + t * HEADS
+    K = load_tokens(k, at, t < tokens_left, D, BD)
+    key_scores = dot(
+        K, tl.trans(load_tokens(k, first_token + u * HEADS, u < tokens_left, D, BD)), OP, PRECISION
+    )
+    key_scores *= tl.load(
+        P + base * BC * BC + (t[:, None] - 1) * BC + u[None, :], mask=(t > 0)[:, None], other=0.0
+    )
+    if DECAY_FIRST:
+        key_scores *= tl.exp(tl.load(log_keep + at, mask=t < tokens_left, other=0.0))[:, None]
+    return key_scores
 
 
 @triton.jit
@@ -91,13 +103,13 @@ def _invert(A, SIZE: tl.constexpr, PRECISION: tl.constexpr):
     """
     BLOCKS: tl.constexpr = SIZE // 16
     LEVELS: tl.constexpr = (SIZE > 16) + (SIZE > 32)
-    b, o, t = tl.arange(0, BLOCKS), tl.arange(0, 16), tl.arange(0, SIZE)
+    b, offset, t = tl.arange(0, BLOCKS), tl.arange(0, 16), tl.arange(0, SIZE)
     same = (b[:, None] == b[None, :])[:, None, :, None]
     blocks = tl.sum(tl.where(same, tl.reshape(A, [BLOCKS, 16, BLOCKS, 16]), 0.0), 2)
-    X = tl.zeros_like(blocks) + tl.where(o[:, None] == o[None, :], 1.0, 0.0)[None, :, :]
+    X = tl.zeros_like(blocks) + tl.where(offset[:, None] == offset[None, :], 1.0, 0.0)[None, :, :]
     for j in range(15):
-        column = tl.sum(tl.where((o == j)[None, None, :], blocks, 0.0), 2)
-        row = tl.sum(tl.where((o == j)[None, :, None], X, 0.0), 1)
+        column = tl.sum(tl.where((offset == j)[None, None, :], blocks, 0.0), 2)
+        row = tl.sum(tl.where((offset == j)[None, :, None], X, 0.0), 1)
         X -= column[:, :, None] * row[:, None, :]
     X = tl.reshape(tl.where(same, X[:, :, None, :], 0.0), [SIZE, SIZE])
     for level in tl.static_range(LEVELS):
@@ -111,32 +123,66 @@ def _invert(A, SIZE: tl.constexpr, PRECISION: tl.constexpr):
 
 @kernel
 def linear_solve(
-    k, v, log_keep, P, co, inverse, U, R, known, L, n, HEADS,
+    k, v, log_keep, P, coef, inverse, U, R, errors_at_zero, L, n, HEADS,
     D: tl.constexpr, BD: tl.constexpr, E: tl.constexpr, BV: tl.constexpr, CHUNK: tl.constexpr, BC: tl.constexpr,
-    MOMENTUM: tl.constexpr, RESIDUAL: tl.constexpr, SCALED: tl.constexpr,
+    MOMENTUM: tl.constexpr, RESIDUAL: tl.constexpr, DECAY_FIRST: tl.constexpr,
     ACC: tl.constexpr, OP: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """With T = (I + (K K^T) P~)^-1 (inverse), write U = T (a~ K), R = T (r~ K) and known = -T target. The
-    errors are then D = U W + R S + known.
+    """With T = (I + (K K^T) P~)^-1 (inverse), write U = T (a~ K), R = T (r~ K) and errors_at_zero =
+    -T target, with the coefficients ~ of the token before. The errors are then D = U W + R S + errors_at_zero.
     """
-    i, m, base = which_chunk(n)
+    i, m, base = program_chunk_index(n)
     SIZE: tl.constexpr = min(BC, 64)
     t, u = tl.arange(0, BC), tl.arange(0, SIZE)
-    first = ((m // HEADS).to(tl.int64) * L + i * CHUNK) * HEADS + m % HEADS
-    left = tl.minimum(L - i * CHUNK, CHUNK)
+    first_token = ((m // HEADS).to(tl.int64) * L + i * CHUNK) * HEADS + m % HEADS
+    tokens_left = tl.minimum(L - i * CHUNK, CHUNK)
     inverse += base * BC * BC
     square = inverse + u[:, None] * BC + u[None, :]
     X = _invert(
-        _met(k, log_keep, P, base, first, left, u, u, HEADS, D, BD, BC, SCALED, OP, PRECISION),
+        _key_scores(
+            k, log_keep, P, base, first_token, tokens_left, u, u, HEADS, D, BD, BC, DECAY_FIRST, OP, PRECISION
+        ),
         SIZE,
         PRECISION,
     )
     tl.store(square, X.to(OP))
     if BC > SIZE:  # one more merge, on separate quarters: the whole matrix would not fit
-        far = SIZE + u
-        A = _met(k, log_keep, P, base, first, left, far, u, HEADS, D, BD, BC, SCALED, OP, PRECISION)
+        second = SIZE + u
+        A = _key_scores(
+            k,
+            log_keep,
+            P,
+            base,
+            first_token,
+            tokens_left,
+            second,
+            u,
+            HEADS,
+            D,
+            BD,
+            BC,
+            DECAY_FIRST,
+            OP,
+            PRECISION,
+        )
         X = tl.dot(A, X, input_precision=PRECISION)
-        A = _met(k, log_keep, P, base, first, left, far, far, HEADS, D, BD, BC, SCALED, OP, PRECISION)
+        A = _key_scores(
+            k,
+            log_keep,
+            P,
+            base,
+            first_token,
+            tokens_left,
+            second,
+            second,
+            HEADS,
+            D,
+            BD,
+            BC,
+            DECAY_FIRST,
+            OP,
+            PRECISION,
+        )
         A = _invert(A, SIZE, PRECISION)
         tl.store(square + SIZE, tl.zeros([SIZE, SIZE], OP))
         tl.store(square + SIZE * BC, -tl.dot(A, X, input_precision=PRECISION).to(OP))
@@ -145,27 +191,28 @@ def linear_solve(
         T = tl.load(inverse + t[:, None] * BC + t[None, :])
     else:
         T = X.to(OP)
-    at, live = tokens(m, i, L, HEADS, CHUNK, BC)
-    a, r, scale = earlier(co, log_keep, base, at, live, BC, MOMENTUM, SCALED)
+    at, row_mask = chunk_tokens(m, i, L, HEADS, CHUNK, BC)
+    a, r, scale = previous_token_coef(coef, log_keep, base, at, row_mask, BC, MOMENTUM, DECAY_FIRST)
     for j in tl.range((D + BV - 1) // BV, num_stages=1):
         cols = j * BV + tl.arange(0, BV)
-        K = load_columns(k, at, live, cols, D)
-        store_columns(U, dot(T, (a * scale)[:, None] * K, OP, PRECISION), at, live, cols, D)
+        K = load_columns(k, at, row_mask, cols, D)
+        store_columns(U, dot(T, (a * scale)[:, None] * K, OP, PRECISION), at, row_mask, cols, D)
         if MOMENTUM:
-            store_columns(R, dot(T, (r * scale)[:, None] * K, OP, PRECISION), at, live, cols, D)
+            store_columns(R, dot(T, (r * scale)[:, None] * K, OP, PRECISION), at, row_mask, cols, D)
     for j in tl.range((E + BV - 1) // BV, num_stages=1):
         cols = j * BV + tl.arange(0, BV)
-        target = load_columns(v, at, live, cols, E).to(ACC)
+        target = load_columns(v, at, row_mask, cols, E).to(ACC)
         if RESIDUAL:
-            target -= load_columns(k, at, live, cols, D)
-        store_columns(known, -dot(T, target, OP, PRECISION), at, live, cols, E)
+            target -= load_columns(k, at, row_mask, cols, D)
+        store_columns(errors_at_zero, -dot(T, target, OP, PRECISION), at, row_mask, cols, E)
 
 
 @kernel
 def linear_state(
-    k, v, U, R, known, J, end, starts, co, fold, errors, L, n, HEADS,
+    k, v, U, R, errors_at_zero, J, end, starts, coef, end_factors, errors, L, n, HEADS,
     D: tl.constexpr, BD: tl.constexpr, E: tl.constexpr, BV: tl.constexpr, CHUNK: tl.constexpr, BC: tl.constexpr,
-    MOMENTUM: tl.constexpr, NORM: tl.constexpr, RESIDUAL: tl.constexpr, SQUARED: tl.constexpr, TOKEN: tl.constexpr,
+    MOMENTUM: tl.constexpr, NORM: tl.constexpr, RESIDUAL: tl.constexpr, SQUARED: tl.constexpr,
+    TOKEN_EXACT: tl.constexpr,
     ACC: tl.constexpr, OP: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Iterate the state over the chunks. Writes the state at each chunk's start (transposed) and at the end,
@@ -181,37 +228,37 @@ def linear_state(
         S = tl.trans(load(J + (m * PARTS + 1) * SIZE, d, cols, D, E, EVEN))
     for i in range(n):
         base = m * n + i
-        at, live = tokens(m, i, L, HEADS, CHUNK, BC)
-        K = load_tokens(k, at, live, D, BD)
+        at, row_mask = chunk_tokens(m, i, L, HEADS, CHUNK, BC)
+        K = load_tokens(k, at, row_mask, D, BD)
         store(starts + base * PARTS * SIZE, W, cols, d, E, D, EVEN)
         if MOMENTUM:
             store(starts + (base * PARTS + 1) * SIZE, S, cols, d, E, D, EVEN)
-        if TOKEN and SQUARED:
-            error = tl.trans(load_columns(known, at, live, cols, E)).to(ACC)
-            error += dot(W, tl.trans(load_tokens(U, at, live, D, BD)), OP, PRECISION)
+        if TOKEN_EXACT and SQUARED:
+            error = tl.trans(load_columns(errors_at_zero, at, row_mask, cols, E)).to(ACC)
+            error += dot(W, tl.trans(load_tokens(U, at, row_mask, D, BD)), OP, PRECISION)
             if MOMENTUM:
-                error += dot(S, tl.trans(load_tokens(R, at, live, D, BD)), OP, PRECISION)
+                error += dot(S, tl.trans(load_tokens(R, at, row_mask, D, BD)), OP, PRECISION)
         else:
-            slope = -tl.trans(load_columns(v, at, live, cols, E)).to(ACC)
+            slope = -tl.trans(load_columns(v, at, row_mask, cols, E)).to(ACC)
             if SQUARED and RESIDUAL:
-                slope += tl.trans(load_columns(k, at, live, cols, D))
+                slope += tl.trans(load_columns(k, at, row_mask, cols, D))
             if NORM:
                 value, rstd = norm(tl.trans(dot(W, tl.trans(K), OP, PRECISION)), D, BD)
                 slope = tl.trans(slope)
                 if SQUARED:
                     slope += value
-                error = tl.trans(pull(slope, value, rstd, D, BD))
+                error = tl.trans(norm_backward(slope, value, rstd, D, BD))
             elif SQUARED:
                 error = slope + dot(W, tl.trans(K), OP, PRECISION)
             else:
                 error = slope
-        store_columns(errors, tl.trans(error), at, live, cols, E)
-        c = load_coef(co, base, COEF_C, BC)[None, :]
-        W = tl.load(fold + base * 4) * W - dot(error * c, K, OP, PRECISION)
+        store_columns(errors, tl.trans(error), at, row_mask, cols, E)
+        c = load_coef(coef, base, COEF_C, BC)[None, :]
+        W = tl.load(end_factors + base * 4) * W - dot(error * c, K, OP, PRECISION)
         if MOMENTUM:
-            s = load_coef(co, base, COEF_S, BC)[None, :]
-            W += tl.load(fold + base * 4 + 1) * S
-            S = tl.load(fold + base * 4 + 2) * S - dot(error * s, K, OP, PRECISION)
+            s = load_coef(coef, base, COEF_S, BC)[None, :]
+            W += tl.load(end_factors + base * 4 + 1) * S
+            S = tl.load(end_factors + base * 4 + 2) * S - dot(error * s, K, OP, PRECISION)
     store(end + m * PARTS * SIZE, tl.trans(W), d, cols, D, E, EVEN)
     if MOMENTUM:
         store(end + (m * PARTS + 1) * SIZE, tl.trans(S), d, cols, D, E, EVEN)
@@ -219,74 +266,81 @@ def linear_state(
 
 @kernel
 def linear_read(
-    q, k, v, log_keep, starts, P, co, errors, values, rstds, answers, spreads, y, surprise, bad, L, n, HEADS,
+    q, k, v, log_keep, starts, P, coef, errors, predictions, prediction_rstds, answers, answer_rstds, y,
+    surprise, nonfinite, L, n, HEADS,
     D: tl.constexpr, BD: tl.constexpr, E: tl.constexpr, BV: tl.constexpr, CHUNK: tl.constexpr, BC: tl.constexpr,
-    MOMENTUM: tl.constexpr, NORM: tl.constexpr, RESIDUAL: tl.constexpr, SQUARED: tl.constexpr, TOKEN: tl.constexpr,
-    SCALED: tl.constexpr, TRAIN: tl.constexpr,
+    MOMENTUM: tl.constexpr, NORM: tl.constexpr, RESIDUAL: tl.constexpr, SQUARED: tl.constexpr,
+    TOKEN_EXACT: tl.constexpr,
+    DECAY_FIRST: tl.constexpr, SAVE_FOR_BACKWARD: tl.constexpr,
     ACC: tl.constexpr, OP: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Compute the answers and the surprise of one chunk, and flag it in `bad` if an answer is not finite.
+    """Compute the answers and the surprise of one chunk, and flag it in `nonfinite` if an answer is not
+    finite.
 
-    With TRAIN, it writes what backward needs: the predictions for the keys (values), if they cannot be
-    derived from the errors, and with LayerNorm its output and 1 / standard deviation for the keys (values,
-    rstds) and for the queries (answers, spreads).
+    With SAVE_FOR_BACKWARD, it writes what backward needs: the predictions for the keys, if they cannot be
+    derived from the errors, and with LayerNorm its output and 1 / standard deviation for the keys (predictions,
+    prediction_rstds) and for the queries (answers, answer_rstds).
     """
-    i, m, base = which_chunk(n)
+    i, m, base = program_chunk_index(n)
     d = tl.arange(0, BD)
     PARTS: tl.constexpr = 2 if MOMENTUM else 1
     SIZE: tl.constexpr = D * E
     BLOCKS: tl.constexpr = (E + BV - 1) // BV
     EVEN: tl.constexpr = (D == BD) and (E % BV == 0)
     starts += base * PARTS * SIZE
-    at, live = tokens(m, i, L, HEADS, CHUNK, BC)
-    Q, K = load_tokens(q, at, live, D, BD), load_tokens(k, at, live, D, BD)
-    a = load_coef(co, base, COEF_A, BC)[:, None]
+    at, row_mask = chunk_tokens(m, i, L, HEADS, CHUNK, BC)
+    Q, K = load_tokens(q, at, row_mask, D, BD), load_tokens(k, at, row_mask, D, BD)
+    a = load_coef(coef, base, COEF_A, BC)[:, None]
     if MOMENTUM:
-        r = load_coef(co, base, COEF_R, BC)[:, None]
-    square = square_of(base, BC)
-    blend = (dot(Q, tl.trans(K), OP, PRECISION) * tl.load(P + square)).to(OP)
-    if TOKEN and not SQUARED:
-        a_met, r_met, scale = earlier(co, log_keep, base, at, live, BC, MOMENTUM, SCALED)
-        met = (dot(K, tl.trans(K), OP, PRECISION) * earlier_mix(P, base, scale, BC)).to(OP)
-    told = tl.zeros([BC], ACC)
-    wrong = tl.zeros([BC], tl.int32)
+        r = load_coef(coef, base, COEF_R, BC)[:, None]
+    square = square_offsets(base, BC)
+    masked_scores = (dot(Q, tl.trans(K), OP, PRECISION) * tl.load(P + square)).to(OP)
+    if TOKEN_EXACT and not SQUARED:
+        a_prev, r_prev, scale = previous_token_coef(
+            coef, log_keep, base, at, row_mask, BC, MOMENTUM, DECAY_FIRST
+        )
+        key_scores = (dot(K, tl.trans(K), OP, PRECISION) * previous_token_P(P, base, scale, BC)).to(OP)
+    loss = tl.zeros([BC], ACC)
+    is_nonfinite = tl.zeros([BC], tl.int32)
     for j in tl.range(BLOCKS, num_stages=1):
         cols = j * BV + tl.arange(0, BV)
         W = tl.trans(load(starts, cols, d, E, D, EVEN))
-        error = load_columns(errors, at, live, cols, E)
-        out = a * dot(Q, W, OP, PRECISION) - dot(blend, error, OP, PRECISION)
+        error = load_columns(errors, at, row_mask, cols, E)
+        out = a * dot(Q, W, OP, PRECISION) - dot(masked_scores, error, OP, PRECISION)
         if MOMENTUM:
             S = tl.trans(load(starts + SIZE, cols, d, E, D, EVEN))
             out += r * dot(Q, S, OP, PRECISION)
         if SQUARED and not NORM:
-            told += 0.5 * tl.sum(error.to(ACC) * error, 1)
+            loss += 0.5 * tl.sum(error.to(ACC) * error, 1)
         else:
             prediction = dot(K, W, OP, PRECISION)
-            if TOKEN:
-                prediction = (a_met * scale)[:, None] * prediction - dot(met, error, OP, PRECISION)
+            if TOKEN_EXACT:
+                prediction = (a_prev * scale)[:, None] * prediction - dot(key_scores, error, OP, PRECISION)
                 if MOMENTUM:
-                    prediction += (r_met * scale)[:, None] * dot(K, S, OP, PRECISION)
+                    prediction += (r_prev * scale)[:, None] * dot(K, S, OP, PRECISION)
             if NORM:
                 prediction, rstd = norm(prediction, D, BD)
-                if TRAIN:
-                    tl.store(rstds + at, rstd, mask=live)
-            if TRAIN:
-                store_columns(values, prediction, at, live, cols, E)
+                if SAVE_FOR_BACKWARD:
+                    tl.store(prediction_rstds + at, rstd, mask=row_mask)
+            if SAVE_FOR_BACKWARD:
+                store_columns(predictions, prediction, at, row_mask, cols, E)
             if RESIDUAL:
-                prediction += load_columns(k, at, live, cols, D)
-            V = load_columns(v, at, live, cols, E).to(ACC)
+                prediction += load_columns(k, at, row_mask, cols, D)
+            V = load_columns(v, at, row_mask, cols, E).to(ACC)
             if SQUARED:
-                told += 0.5 * tl.sum((prediction - V) * (prediction - V), 1)
+                loss += 0.5 * tl.sum((prediction - V) * (prediction - V), 1)
             else:
-                told -= tl.sum(prediction * V, 1)
+                loss -= tl.sum(prediction * V, 1)
         if NORM:
             out, rstd = norm(out, D, BD)
-            if TRAIN:
-                store_columns(answers, out, at, live, cols, E)
-                tl.store(spreads + at, rstd, mask=live)
+            if SAVE_FOR_BACKWARD:
+                store_columns(answers, out, at, row_mask, cols, E)
+                tl.store(answer_rstds + at, rstd, mask=row_mask)
         if RESIDUAL:
-            out += load_columns(q, at, live, cols, D)
-        store_columns(y, out, at, live, cols, E)
-        wrong = tl.maximum(wrong, tl.max(tl.where(live[:, None] & ~(tl.abs(out) < float("inf")), 1, 0), 1))
-    tl.store(surprise + at, told, mask=live)
-    tl.store(bad + base, tl.max(wrong, 0))
+            out += load_columns(q, at, row_mask, cols, D)
+        store_columns(y, out, at, row_mask, cols, E)
+        is_nonfinite = tl.maximum(
+            is_nonfinite, tl.max(tl.where(row_mask[:, None] & ~(tl.abs(out) < float("inf")), 1, 0), 1)
+        )
+    tl.store(surprise + at, loss, mask=row_mask)
+    tl.store(nonfinite + base, tl.max(is_nonfinite, 0))

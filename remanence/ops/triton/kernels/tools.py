@@ -24,7 +24,7 @@ ROOT_HALF = tl.constexpr(0.7071067811865476)
 """sqrt(1/2)."""
 
 COEF_A, COEF_R, COEF_C, COEF_S = (tl.constexpr(row) for row in range(4))
-"""The rows of a chunk's coefficients `co` ``[4 BC]``."""
+"""The rows of a chunk's coefficients `coef` ``[4 BC]``: a, r, c and s; see the package's docstring."""
 
 kernel = triton.jit(do_not_specialize=["L", "n", "HEADS"])
 """Decorator for kernels. They are compiled once for all lengths and numbers of heads."""
@@ -40,7 +40,7 @@ def dot(a, b, OP: tl.constexpr, PRECISION: tl.constexpr):
 
 
 @triton.jit
-def dot_onto(x, a, b, OP: tl.constexpr, PRECISION: tl.constexpr):
+def dot_add(x, a, b, OP: tl.constexpr, PRECISION: tl.constexpr):
     """Return x + dot(a, b), accumulated within the product."""
     a, b = a.to(OP), b.to(OP)
     if WIDEN_BFLOAT16 and tl.bfloat16 == OP:
@@ -49,61 +49,76 @@ def dot_onto(x, a, b, OP: tl.constexpr, PRECISION: tl.constexpr):
 
 
 @triton.jit
-def onto_apart(x, a, b, go, APART: tl.constexpr, OP: tl.constexpr, PRECISION: tl.constexpr):
-    """Return x + dot(a, b); `go` is any number above 0. With APART, the product is in a loop of one
-    iteration, which saves registers.
+def dot_add_in_loop(x, a, b, positive, IN_LOOP: tl.constexpr, OP: tl.constexpr, PRECISION: tl.constexpr):
+    """Return x + dot(a, b); `positive` is any number above 0. With IN_LOOP, the product is inside a loop of
+    one iteration, which saves registers. The result is the same.
 
     Triton splits products whose results enter other products by rows among the warps, so that eight warps
     hold a tile of 64 rows twice. It also recomputes the inputs of an operand in the layout of that operand.
-    It does neither across a loop of unknown length. (Nor does it prefetch operands for the next iteration of
-    a loop around it.)
+    It does neither across a loop whose length it does not know, such as this one, which ends when `positive`
+    has changed its sign. (Nor does it prefetch operands for the next iteration of a loop around it.)
     """
-    if APART:
-        while go > 0:
-            x = dot_onto(x, a, b, OP, PRECISION)
-            go = -go
+    if IN_LOOP:
+        while positive > 0:
+            x = dot_add(x, a, b, OP, PRECISION)
+            positive = -positive
         return x
     else:
-        return dot_onto(x, a, b, OP, PRECISION)
+        return dot_add(x, a, b, OP, PRECISION)
 
 
 @triton.jit
-def dot_apart(a, b, go, APART: tl.constexpr, ACC: tl.constexpr, OP: tl.constexpr, PRECISION: tl.constexpr):
-    """Return dot(a, b), with APART in a separate loop; see `onto_apart`."""
-    if APART:
-        return onto_apart(tl.zeros([a.shape[0], b.shape[1]], ACC), a, b, go, APART, OP, PRECISION)
+def dot_in_loop(
+    a, b, positive, IN_LOOP: tl.constexpr, ACC: tl.constexpr, OP: tl.constexpr, PRECISION: tl.constexpr
+):
+    """Return dot(a, b), with IN_LOOP inside a loop of one iteration; see `dot_add_in_loop`."""
+    if IN_LOOP:
+        return dot_add_in_loop(
+            tl.zeros([a.shape[0], b.shape[1]], ACC), a, b, positive, IN_LOOP, OP, PRECISION
+        )
     else:
         return dot(a, b, OP, PRECISION)
 
 
 @triton.jit
-def rendezvous(flag, arrived):
-    """Wait until `arrived` programs in total have called this since the flag was 0. Everything that they
-    wrote before is then visible to all of them.
+def wait_for_programs(arrivals, expected):
+    """A barrier among the programs that process the same memory: wait until `expected` calls have been made
+    in total since the counter `arrivals`, which is in global memory, was 0. Everything that the programs wrote
+    before is then visible to all of them.
 
     All programs must be on the GPU at the same time. The launch requests this (launch_cooperative_grid) and
     fails if it is impossible.
     """
     tl.debug_barrier()
-    tl.atomic_add(flag, 1, sem="release", scope="gpu")
-    while tl.atomic_add(flag, 0, sem="acquire", scope="gpu") < arrived:
+    tl.atomic_add(arrivals, 1, sem="release", scope="gpu")
+    while tl.atomic_add(arrivals, 0, sem="acquire", scope="gpu") < expected:
         pass
     tl.debug_barrier()
 
 
 @triton.jit
-def meet(x, mail, flag, turn, share, SHARES: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr):
-    """Return the sum of x over the SHARES programs of a memory. All programs add in the same order. Two
-    buffers in `mail` are used alternately, which is enough because no program is ever two turns ahead of
-    another.
+def sum_over_programs(
+    x,
+    exchange,
+    arrivals,
+    round_index,
+    program,
+    PROGRAMS_PER_MEMORY: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLS: tl.constexpr,
+):
+    """Return the sum of x ``[ROWS COLS]`` over the PROGRAMS_PER_MEMORY programs of a memory, of which this is
+    number `program`. Each writes its x to `exchange` in global memory, and then all add them in the same
+    order. `round_index` counts the calls. Two buffers are used alternately, which is enough because no program
+    is ever two calls ahead of another.
     """
     at = tl.arange(0, ROWS)[:, None] * COLS + tl.arange(0, COLS)[None, :]
-    mail += (turn % 2) * SHARES * ROWS * COLS
-    tl.store(mail + share * ROWS * COLS + at, x)
-    rendezvous(flag, (turn + 1) * SHARES)
-    x = tl.load(mail + at, cache_modifier=".cg")
-    for other in tl.static_range(1, SHARES):
-        x += tl.load(mail + other * ROWS * COLS + at, cache_modifier=".cg")
+    exchange += (round_index % 2) * PROGRAMS_PER_MEMORY * ROWS * COLS
+    tl.store(exchange + program * ROWS * COLS + at, x)
+    wait_for_programs(arrivals, (round_index + 1) * PROGRAMS_PER_MEMORY)
+    x = tl.load(exchange + at, cache_modifier=".cg")
+    for other in tl.static_range(1, PROGRAMS_PER_MEMORY):
+        x += tl.load(exchange + other * ROWS * COLS + at, cache_modifier=".cg")
     return x
 
 
@@ -162,7 +177,7 @@ def norm(x, D: tl.constexpr, BD: tl.constexpr):
 
 
 @triton.jit
-def pull(g, value, rstd, D: tl.constexpr, BD: tl.constexpr):
+def norm_backward(g, value, rstd, D: tl.constexpr, BD: tl.constexpr):
     """Backward of LayerNorm: return the gradient of its input, given the gradient g of its output `value`."""
     g = g - (tl.sum(g, 1) / D)[:, None] - value * (tl.sum(g * value, 1) / D)[:, None]
     if D != BD:
@@ -171,27 +186,27 @@ def pull(g, value, rstd, D: tl.constexpr, BD: tl.constexpr):
 
 
 @triton.jit
-def pull_backward(g, e, value, rstd, w, SQUARED: tl.constexpr, D: tl.constexpr, BD: tl.constexpr):
-    """Backward of ``pull(e)``. Given its gradient g and the gradient w of the loss, return the gradient of e
-    through `pull`, and the gradient of the LayerNorm's input.
+def norm_double_backward(g, e, value, rstd, w, SQUARED: tl.constexpr, D: tl.constexpr, BD: tl.constexpr):
+    """Backward of ``norm_backward(e)``. Given its gradient g and the gradient w of the loss, return the
+    gradient of e through `norm_backward`, and the gradient of the LayerNorm's input.
 
     e is the derivative of the loss, and with the squared loss it depends on `value` itself. All results are
     sums of g, e and `value` with one factor per row each, so one pass over them is enough.
     """
     g_mean, e_mean = tl.sum(g, 1) / D, tl.sum(e, 1) / D
     gx, ex, ge = tl.sum(g * value, 1) / D, tl.sum(e * value, 1) / D, tl.sum(g * e, 1) / D
-    of_g, of_e, of_x = -rstd * ex, w - rstd * gx, tl.zeros_like(gx)
+    factor_g, factor_e, factor_x = -rstd * ex, w - rstd * gx, tl.zeros_like(gx)
     if SQUARED:
-        of_g += rstd
-        of_x -= rstd * gx
-    constant = of_g * g_mean + of_e * e_mean
-    of_x -= (
-        of_g * gx
-        + of_e * ex
-        + of_x * (tl.sum(value * value, 1) / D)
+        factor_g += rstd
+        factor_x -= rstd * gx
+    constant = factor_g * g_mean + factor_e * e_mean
+    factor_x -= (
+        factor_g * gx
+        + factor_e * ex
+        + factor_x * (tl.sum(value * value, 1) / D)
         + rstd * (ge - g_mean * e_mean - gx * ex)
     )
-    g_source = of_g[:, None] * g + of_e[:, None] * e + of_x[:, None] * value - constant[:, None]
+    g_source = factor_g[:, None] * g + factor_e[:, None] * e + factor_x[:, None] * value - constant[:, None]
     g_e = g - g_mean[:, None] - value * gx[:, None]
     if D != BD:
         within = (tl.arange(0, BD) < D)[None, :]
@@ -241,7 +256,7 @@ def store_layers(
 
 
 @triton.jit
-def which(n):
+def program_chunk(n):
     """Return the chunk i, and the row and head m, of a program of a parallel kernel. The grid has one axis,
     because the other axes of a grid are limited to 65,535.
     """
@@ -250,47 +265,47 @@ def which(n):
 
 
 @triton.jit
-def which_chunk(n):
-    """Return i and m as in `which`, and the index of the chunk among those of all rows and heads."""
-    i, m = which(n)
+def program_chunk_index(n):
+    """Return i and m as in `program_chunk`, and the index of the chunk among those of all rows and heads."""
+    i, m = program_chunk(n)
     return i, m, m.to(tl.int64) * n + i
 
 
 @triton.jit
-def load_coef(co, base, WHICH: tl.constexpr, BC: tl.constexpr):
+def load_coef(coef, base, ROW: tl.constexpr, BC: tl.constexpr):
     """Load one coefficient of all tokens of a chunk: a and r apply to each token's answer, c and s to the
     state at the chunk's end.
     """
-    return tl.load(co + base * 4 * BC + WHICH * BC + tl.arange(0, BC))
+    return tl.load(coef + base * 4 * BC + ROW * BC + tl.arange(0, BC))
 
 
 @triton.jit
-def store_coef(co, x, base, WHICH: tl.constexpr, BC: tl.constexpr):
+def store_coef(coef, x, base, ROW: tl.constexpr, BC: tl.constexpr):
     """Store one coefficient of all tokens of a chunk."""
-    tl.store(co + base * 4 * BC + WHICH * BC + tl.arange(0, BC), x)
+    tl.store(coef + base * 4 * BC + ROW * BC + tl.arange(0, BC), x)
 
 
 @triton.jit
-def square_of(base, BC: tl.constexpr):
+def square_offsets(base, BC: tl.constexpr):
     """Return the offsets of a chunk's matrix of tokens by tokens ``[BC BC]``."""
     t = tl.arange(0, BC)
     return base * BC * BC + t[:, None] * BC + t[None, :]
 
 
 @triton.jit
-def clamp_factor(received, size, REACH: tl.constexpr, END: tl.constexpr):
-    """Return the factor that scales the gradient of a state down to its limit, or 1 if it is within. The
-    limit of the largest entry `size` is the smaller of REACH times the gradient received and END; see
-    `GradientClamp`.
+def clamp_factor(received_norm, largest_entry, RELATIVE_LIMIT: tl.constexpr, ABSOLUTE_LIMIT: tl.constexpr):
+    """Return the factor that scales the gradient of a state, whose largest entry is given, down to its
+    limit, or 1 if it is within. The limit is the smaller of RELATIVE_LIMIT times the norm of the gradient that
+    the outputs received so far, and ABSOLUTE_LIMIT; see `GradientClamp`.
     """
-    factor = tl.minimum(tl.minimum(received * REACH, END) / size, 1.0)
+    factor = tl.minimum(tl.minimum(received_norm * RELATIVE_LIMIT, ABSOLUTE_LIMIT) / largest_entry, 1.0)
     return tl.where(factor == factor, factor, 1.0)
 
 
 @triton.jit
-def tokens(m, i, L, HEADS, CHUNK: tl.constexpr, BC: tl.constexpr):
-    """Return the index of each token of a chunk in ``[r L heads]``, and a mask of the tile's rows that are
-    tokens.
+def chunk_tokens(m, i, L, HEADS, CHUNK: tl.constexpr, BC: tl.constexpr):
+    """Return the index of each token of a chunk in ``[r L heads]``, and `row_mask`: which rows of the tile
+    are tokens of the call. The others are padding.
     """
     t = tl.arange(0, BC)
     token = i * CHUNK + t
@@ -298,28 +313,30 @@ def tokens(m, i, L, HEADS, CHUNK: tl.constexpr, BC: tl.constexpr):
 
 
 @triton.jit
-def load_columns(ptr, at, live, cols, D: tl.constexpr):
-    """Load the columns `cols` of the tokens at `at`, with zeros where not `live` and beyond D."""
-    return tl.load(ptr + at[:, None] * D + cols[None, :], mask=live[:, None] & (cols < D)[None, :], other=0.0)
-
-
-@triton.jit
-def store_columns(ptr, x, at, live, cols, D: tl.constexpr):
-    """Store the columns `cols` of the tokens at `at`, except where not `live` and beyond D."""
-    tl.store(
-        ptr + at[:, None] * D + cols[None, :],
-        x.to(ptr.dtype.element_ty),
-        mask=live[:, None] & (cols < D)[None, :],
+def load_columns(ptr, at, row_mask, cols, D: tl.constexpr):
+    """Load the columns `cols` of the tokens at `at`, with zeros where `row_mask` is false and beyond D."""
+    return tl.load(
+        ptr + at[:, None] * D + cols[None, :], mask=row_mask[:, None] & (cols < D)[None, :], other=0.0
     )
 
 
 @triton.jit
-def load_tokens(ptr, at, live, D: tl.constexpr, BD: tl.constexpr):
-    """Load all D channels of the tokens at `at`, padded with zeros to BD."""
-    return load_columns(ptr, at, live, tl.arange(0, BD), D)
+def store_columns(ptr, x, at, row_mask, cols, D: tl.constexpr):
+    """Store the columns `cols` of the tokens at `at`, except where `row_mask` is false and beyond D."""
+    tl.store(
+        ptr + at[:, None] * D + cols[None, :],
+        x.to(ptr.dtype.element_ty),
+        mask=row_mask[:, None] & (cols < D)[None, :],
+    )
 
 
 @triton.jit
-def store_tokens(ptr, x, at, live, D: tl.constexpr, BD: tl.constexpr):
+def load_tokens(ptr, at, row_mask, D: tl.constexpr, BD: tl.constexpr):
+    """Load all D channels of the tokens at `at`, padded with zeros to BD."""
+    return load_columns(ptr, at, row_mask, tl.arange(0, BD), D)
+
+
+@triton.jit
+def store_tokens(ptr, x, at, row_mask, D: tl.constexpr, BD: tl.constexpr):
     """Store all D channels of the tokens at `at`."""
-    store_columns(ptr, x, at, live, tl.arange(0, BD), D)
+    store_columns(ptr, x, at, row_mask, tl.arange(0, BD), D)

@@ -38,7 +38,7 @@ def _conv_tiles(name: str, weight: Tensor, heads: int) -> Constants:
     """Return the compile-time arguments of a convolution kernel."""
     width, taps = weight.shape[-2] // heads, weight.shape[-1]
     elements = TILE[name]
-    if name == "short_conv_slopes" and taps > 4:  # this kernel holds one tile per tap in registers
+    if name == "short_conv_backward" and taps > 4:  # this kernel holds one tile per tap in registers
         elements = elements * 4 // next_power(taps)
     return {
         "HEADS": heads,
@@ -90,25 +90,34 @@ def _short_conv_backward(
     """
     g_y, x, past, weight = (tensor.contiguous() for tensor in (g_y, x, past, weight))
     rows, tokens, width = x.shape
-    taps, (groups, per) = weight.shape[-1], group_sizes(weight, 2, rows)
-    constants = _conv_tiles("short_conv_slopes", weight, heads)
+    taps, (groups, group_size) = weight.shape[-1], group_sizes(weight, 2, rows)
+    constants = _conv_tiles("short_conv_backward", weight, heads)
     parts, steps = split_tiles(-(-tokens // constants["BT"]), max(1, PARTS["short_conv"] // rows))
     g_z, g_x = torch.empty_like(x), torch.empty_like(x)
     g_past = torch.empty((rows, taps - 1, width), dtype=past.dtype, device=x.device)
     g_weight = torch.empty((rows * parts, width, taps), dtype=sum_dtype(x), device=x.device)
     tensors = (x, past, weight, g_y, g_z, g_weight)
     tiles.launch_kernel(
-        "short_conv_slopes", (heads * parts, rows), *tensors, tokens, steps, per, UNIT=unit, **constants
+        "short_conv_backward",
+        (heads * parts, rows),
+        *tensors,
+        tokens,
+        steps,
+        group_size,
+        UNIT=unit,
+        **constants,
     )
-    constants = _conv_tiles("short_conv_turned", weight, heads)
+    constants = _conv_tiles("short_conv_input_backward", weight, heads)
     grid = (heads * -(-(tokens + taps - 1) // constants["BT"]), rows)
-    tiles.launch_kernel("short_conv_turned", grid, g_z, weight, g_x, g_past, tokens, per, **constants)
-    held = like.shape[1]
-    g_past = F.pad(g_past.to(like.dtype), (0, 0, held - taps + 1, 0))
-    if g_kept is not None and held:
-        new = min(tokens, held)
-        g_x[:, tokens - new :] += g_kept[:, held - new :].to(g_x.dtype)
-        g_past[:, new:] += g_kept[:, : held - new]
+    tiles.launch_kernel(
+        "short_conv_input_backward", grid, g_z, weight, g_x, g_past, tokens, group_size, **constants
+    )
+    history = like.shape[1]
+    g_past = F.pad(g_past.to(like.dtype), (0, 0, history - taps + 1, 0))
+    if g_kept is not None and history:
+        new = min(tokens, history)
+        g_x[:, tokens - new :] += g_kept[:, history - new :].to(g_x.dtype)
+        g_past[:, new:] += g_kept[:, : history - new]
     return g_x, g_past, sum_parts(g_weight, groups).view_as(weight).to(weight.dtype)
 
 

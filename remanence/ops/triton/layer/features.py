@@ -21,7 +21,7 @@ from remanence.ops.triton.layer.tiles import (
     group_sizes,
     next_power,
     product_options,
-    product_side,
+    product_padded_width,
     recorded_chip,
     sum_dtype,
 )
@@ -56,14 +56,14 @@ def _key_features_tiles(x: Tensor, down: Tensor, backward: bool) -> Constants:
     constants: Constants = {
         "HEADS": x.shape[2],
         "D": width,
-        "BD": product_side(width, x),
+        "BD": product_padded_width(width, x),
         "COUNT": count,
-        "BC": product_side(count, x),
+        "BC": product_padded_width(count, x),
     }
     constants |= {
         "BT": 64 if narrow else 32,
         "SCALE": math.sqrt(width),
-        "APART": wide and backward,
+        "IN_LOOP": wide and backward,
         "warps": 8 if wide else 4,
     }
     return constants | product_options(x)
@@ -72,16 +72,16 @@ def _key_features_tiles(x: Tensor, down: Tensor, backward: bool) -> Constants:
 def _fused_key_features(x: Tensor, up: Tensor, down: Tensor) -> Tensor:
     """`key_features` in one kernel, for narrow heads."""
     x, up, down = (tensor.to(x.dtype).contiguous() for tensor in (x, up, down))
-    groups, per = group_sizes(up, 3, x.shape[0] * x.shape[1])
+    groups, group_size = group_sizes(up, 3, x.shape[0] * x.shape[1])
     constants, y = _key_features_tiles(x, down, False), torch.empty_like(x)
     tiles.launch_kernel(
         "key_features_kernel",
-        (-(-per // constants["BT"]), groups * x.shape[2]),
+        (-(-group_size // constants["BT"]), groups * x.shape[2]),
         x,
         up,
         down,
         y,
-        per,
+        group_size,
         **constants,
     )
     return y
@@ -92,15 +92,15 @@ def _fused_key_features_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of x, `up` and `down` for narrow heads."""
     g_y, x, narrow_up, narrow_down = (tensor.to(x.dtype).contiguous() for tensor in (g_y, x, up, down))
-    groups, per = group_sizes(up, 3, x.shape[0] * x.shape[1])
+    groups, group_size = group_sizes(up, 3, x.shape[0] * x.shape[1])
     constants, count = _key_features_tiles(x, down, True), down.shape[-2]
     g_sum = torch.empty_like(x)
     u, g_z = (
         torch.empty((*x.shape[:3], size), dtype=x.dtype, device=x.device) for size in (count, 2 * count)
     )
-    grid = (-(-per // constants["BT"]), groups * x.shape[2])
+    grid = (-(-group_size // constants["BT"]), groups * x.shape[2])
     tiles.launch_kernel(
-        "key_features_slopes", grid, g_y, x, narrow_up, narrow_down, u, g_sum, g_z, per, **constants
+        "key_features_backward", grid, g_y, x, narrow_up, narrow_down, u, g_sum, g_z, group_size, **constants
     )
     return (
         heads_product(g_z, narrow_up, g_sum, True),
@@ -121,18 +121,28 @@ def _key_features_launch(name: str, tokens: Any, heads: int, *tensors: Any, **co
     tiles.launch_kernel(name, (-(-tokens // constants["BT"]), heads), *tensors, **constants)
 
 
-def _key_features_products(x: Tensor, up: Tensor, down: Tensor, room: Any) -> tuple[Tensor, Tensor, Tensor]:
+def _key_features_products(
+    x: Tensor, up: Tensor, down: Tensor, padded_tokens: Any
+) -> tuple[Tensor, Tensor, Tensor]:
     """Return three tensors with heads as the leading axis: the products z with `up`, the features at unit
-    length (padded with zeros to `room` tokens), and their projection, which is to be added to x.
+    length (padded with zeros to `padded_tokens` tokens), and their projection, which is to be added to x.
     """
     groups = up.shape[0] // x.shape[2]
     # A view if there is one group, otherwise a copy.
     by_heads = x.flatten(0, 1).unflatten(0, (groups, -1)).transpose(1, 2).flatten(0, 1)
     heads, n, width = by_heads.shape
     z = torch.bmm(by_heads, up)
-    u = torch.empty((heads, room, down.shape[1]), dtype=x.dtype, device=x.device)
+    u = torch.empty((heads, padded_tokens, down.shape[1]), dtype=x.dtype, device=x.device)
     _key_features_launch(
-        "key_features_gated", room, heads, z, u, n, room, COUNT=down.shape[1], SCALE=math.sqrt(width)
+        "key_features_gated",
+        padded_tokens,
+        heads,
+        z,
+        u,
+        n,
+        padded_tokens,
+        COUNT=down.shape[1],
+        SCALE=math.sqrt(width),
     )
     return z, u, torch.bmm(u[:, :n], down)
 
@@ -162,7 +172,7 @@ def _product_over_tokens(a: Tensor, b: Tensor, parts: int) -> Tensor:
     """Return the product of a ``[h t i]`` and b ``[h t o]`` over the tokens, ``[h i o]``. The results of the
     parts are summed in float32 or float64.
     """
-    a, b = (side.reshape(len(side) * parts, -1, side.shape[-1]) for side in (a, b))
+    a, b = (operand.reshape(len(operand) * parts, -1, operand.shape[-1]) for operand in (a, b))
     return torch.bmm(a.mT, b).unflatten(0, (-1, parts)).sum(1, dtype=sum_dtype(a))
 
 
@@ -177,24 +187,44 @@ def _key_features_backward(g_y: Tensor, x: Tensor, up: Tensor, down: Tensor) -> 
         down.flatten(0, -3).to(x.dtype),
     )
     rows, tokens, heads, width = x.shape
-    every = len(narrow_up)  # heads of all groups
-    n = rows * tokens * heads // every
-    parts, room = _padded_tokens(n)
-    g_x, g_sum = torch.empty_like(x), torch.empty((every, room, width), dtype=x.dtype, device=x.device)
-    turned = torch.empty_like(g_sum)
+    all_heads = len(narrow_up)  # heads of all groups
+    n = rows * tokens * heads // all_heads
+    parts, padded_tokens = _padded_tokens(n)
+    g_x, g_sum = (
+        torch.empty_like(x),
+        torch.empty((all_heads, padded_tokens, width), dtype=x.dtype, device=x.device),
+    )
+    x_by_head = torch.empty_like(g_sum)
     with torch.autocast(x.device.type, enabled=False):
-        z, u, added = _key_features_products(x, narrow_up, narrow_down, room)
-        tensors = (g_y, x, added, g_x, g_sum, turned)
+        z, u, added = _key_features_products(x, narrow_up, narrow_down, padded_tokens)
+        tensors = (g_y, x, added, g_x, g_sum, x_by_head)
         _key_features_launch(
-            "key_features_added_backward", room, every, *tensors, n, room, HEADS=heads, D=width
+            "key_features_added_backward",
+            padded_tokens,
+            all_heads,
+            *tensors,
+            n,
+            padded_tokens,
+            HEADS=heads,
+            D=width,
         )
         g_down = _product_over_tokens(u, g_sum, parts).view_as(down).to(down.dtype)
         g_u = torch.bmm(g_sum[:, :n], narrow_down.mT)
-        g_z = torch.empty((every, room, up.shape[-1]), dtype=x.dtype, device=x.device)
+        g_z = torch.empty((all_heads, padded_tokens, up.shape[-1]), dtype=x.dtype, device=x.device)
         constants = {"COUNT": down.shape[-2], "SCALE": math.sqrt(width)}
-        _key_features_launch("key_features_gated_backward", room, every, z, g_u, g_z, n, room, **constants)
-        g_up = _product_over_tokens(turned, g_z, parts).view_as(up).to(up.dtype)
-        for group in range(every // heads):  # a group's part of g_x is a view and can be added to
+        _key_features_launch(
+            "key_features_gated_backward",
+            padded_tokens,
+            all_heads,
+            z,
+            g_u,
+            g_z,
+            n,
+            padded_tokens,
+            **constants,
+        )
+        g_up = _product_over_tokens(x_by_head, g_z, parts).view_as(up).to(up.dtype)
+        for group in range(all_heads // heads):  # a group's part of g_x is a view and can be added to
             part = slice(group * heads, (group + 1) * heads)
             g_x.flatten(0, 1)[group * n : (group + 1) * n].transpose(0, 1).baddbmm_(
                 g_z[part, :n], narrow_up[part].mT
@@ -214,7 +244,9 @@ def _key_features_shapes(g_y: Tensor, x: Tensor, up: Tensor, down: Tensor) -> tu
     return x.new_empty(x.shape), up.new_empty(up.shape), down.new_empty(down.shape)
 
 
-def key_features_launches(heads: int, width: int, count: int, op: torch.dtype, arch: int) -> list[Launch]:
+def list_key_features_launches(
+    heads: int, width: int, count: int, op: torch.dtype, arch: int
+) -> list[Launch]:
     """Return the kernels that `key_features` and its gradient launch on a compute capability. The launches
     are recorded with fake tensors; nothing runs.
     """

@@ -12,7 +12,7 @@ from remanence.ops.triton.layer import tiles
 from remanence.ops.triton.layer.tiles import (
     group_sizes,
     product_options,
-    product_side,
+    product_padded_width,
     split_tiles,
     sum_dtype,
     sum_parts,
@@ -32,11 +32,11 @@ def _head_tiles(x: Tensor, inputs: int, outputs: int) -> Constants:
     of the matrix as fit beside them.
     """
     narrow = x.dtype == torch.bfloat16
-    block = min(product_side(outputs, x), 128 if narrow else 64)
+    block = min(product_padded_width(outputs, x), 128 if narrow else 64)
     constants = {
         "HEADS": x.shape[2],
         "INPUTS": inputs,
-        "BI": product_side(inputs, x),
+        "BI": product_padded_width(inputs, x),
         "OUTPUTS": outputs,
         "BO": block,
         "BT": 64 if narrow else 32,
@@ -49,20 +49,29 @@ def _heads(x: Tensor, weight: Tensor, base: Tensor | None) -> Tensor:
     return heads_product(x, weight, base, False)
 
 
-def heads_product(x: Tensor, weight: Tensor, base: Tensor | None, turned: bool) -> Tensor:
-    """Multiply each head of x by its matrix, or by the transposed matrix if `turned`, and add `base` unless
+def heads_product(x: Tensor, weight: Tensor, base: Tensor | None, transposed: bool) -> Tensor:
+    """Multiply each head of x by its matrix, or by the transposed matrix if `transposed`, and add `base` unless
     it is None.
     """
     x, weight = x.contiguous(), weight.to(x.dtype).contiguous()
     base = None if base is None else base.contiguous()
-    inputs, outputs = weight.shape[-2:][::-1] if turned else weight.shape[-2:]
-    groups, per = group_sizes(weight, 3, x.shape[0] * x.shape[1])
+    inputs, outputs = weight.shape[-2:][::-1] if transposed else weight.shape[-2:]
+    groups, group_size = group_sizes(weight, 3, x.shape[0] * x.shape[1])
     y = torch.empty((*x.shape[:3], outputs), dtype=x.dtype, device=x.device)
     constants = _head_tiles(x, inputs, outputs)
-    grid = (-(-per // constants["BT"]), groups * x.shape[2], -(-outputs // constants["BO"]))
-    beside = x if base is None else base
+    grid = (-(-group_size // constants["BT"]), groups * x.shape[2], -(-outputs // constants["BO"]))
+    base_or_x = x if base is None else base
     tiles.launch_kernel(
-        "heads_kernel", grid, x, weight, beside, y, per, TURNED=turned, BASE=base is not None, **constants
+        "heads_kernel",
+        grid,
+        x,
+        weight,
+        base_or_x,
+        y,
+        group_size,
+        TRANSPOSED=transposed,
+        BASE=base is not None,
+        **constants,
     )
     return y
 
@@ -76,22 +85,30 @@ def heads_weight_gradient(x: Tensor, g: Tensor, weight: Tensor) -> Tensor:
     result.
     """
     inputs, outputs = weight.shape[-2:]
-    groups, per = group_sizes(weight, 3, x.shape[0] * x.shape[1])
-    side = 128 if x.dtype == torch.bfloat16 else 64
+    groups, group_size = group_sizes(weight, 3, x.shape[0] * x.shape[1])
+    max_block = 128 if x.dtype == torch.bfloat16 else 64
     constants = {
         "HEADS": x.shape[2],
         "INPUTS": inputs,
-        "BI": min(product_side(inputs, x), side),
+        "BI": min(product_padded_width(inputs, x), max_block),
         "OUTPUTS": outputs,
-        "BO": min(product_side(outputs, x), side),
+        "BO": min(product_padded_width(outputs, x), max_block),
     }
-    constants |= {"BT": 64 if side == 128 else 32, **product_options(x), "warps": 8 if side == 128 else 4}
+    constants |= {
+        "BT": 64 if max_block == 128 else 32,
+        **product_options(x),
+        "warps": 8 if max_block == 128 else 4,
+    }
     blocks = -(-inputs // constants["BI"]) * -(-outputs // constants["BO"])
-    every = groups * x.shape[2]
-    parts, steps = split_tiles(-(-per // constants["BT"]), max(1, HEAD_PROGRAMS // (every * blocks)))
-    out = torch.empty((every * parts, inputs, outputs), dtype=sum_dtype(x), device=x.device)
-    tiles.launch_kernel("heads_weight", (parts, every, blocks), x, g, out, per, steps, **constants)
-    return sum_parts(out, every).view_as(weight).to(weight.dtype)
+    all_heads = groups * x.shape[2]
+    parts, steps = split_tiles(
+        -(-group_size // constants["BT"]), max(1, HEAD_PROGRAMS // (all_heads * blocks))
+    )
+    out = torch.empty((all_heads * parts, inputs, outputs), dtype=sum_dtype(x), device=x.device)
+    tiles.launch_kernel(
+        "heads_weight_backward", (parts, all_heads, blocks), x, g, out, group_size, steps, **constants
+    )
+    return sum_parts(out, all_heads).view_as(weight).to(weight.dtype)
 
 
 def _heads_backward(g_y: Tensor, x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:

@@ -49,9 +49,16 @@ def _gated_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
     x, gate, weight = (tensor.contiguous() for tensor in (x, gate, weight))
     y = torch.empty(gate.shape, dtype=torch.promote_types(x.dtype, gate.dtype), device=x.device)
     constants = _norm_tiles("gated_norm_kernel", x.shape[-1], eps)
-    groups, per = group_sizes(weight, 1, x.numel() // x.shape[-1])
+    groups, group_size = group_sizes(weight, 1, x.numel() // x.shape[-1])
     tiles.launch_kernel(
-        "gated_norm_kernel", (-(-per // constants["BT"]), groups), x, gate, weight, y, per, **constants
+        "gated_norm_kernel",
+        (-(-group_size // constants["BT"]), groups),
+        x,
+        gate,
+        weight,
+        y,
+        group_size,
+        **constants,
     )
     return y
 
@@ -62,8 +69,8 @@ def _gated_norm_backward(
     """Return the gradients of x, the gate and the weight."""
     g_y, x, gate, weight = (tensor.contiguous() for tensor in (g_y, x, gate, weight))
     constants = _norm_tiles("gated_norm_backward", x.shape[-1], eps)
-    groups, per = group_sizes(weight, 1, x.numel() // x.shape[-1])
-    parts, steps = split_tiles(-(-per // constants["BT"]), max(1, PARTS["gated_norm"] // groups))
+    groups, group_size = group_sizes(weight, 1, x.numel() // x.shape[-1])
+    parts, steps = split_tiles(-(-group_size // constants["BT"]), max(1, PARTS["gated_norm"] // groups))
     g_x, g_gate = torch.empty_like(x), torch.empty_like(gate)
     g_weight = torch.empty((groups * parts, x.shape[-1]), dtype=sum_dtype(x), device=x.device)
     tiles.launch_kernel(
@@ -76,7 +83,7 @@ def _gated_norm_backward(
         g_x,
         g_gate,
         g_weight,
-        per,
+        group_size,
         steps,
         **constants,
     )
@@ -87,18 +94,18 @@ def _wide_norm(name: str, weight: Tensor, n: int, eps: float) -> tuple[Constants
     """Return the compile-time arguments of a norm over complete vectors, the number of groups, and the number
     of vectors in each group. `n` is the number of vectors.
     """
-    groups, per = group_sizes(weight, 1, n)
+    groups, group_size = group_sizes(weight, 1, n)
     constants = _norm_tiles(name, weight.shape[-1], eps)
     constants["warps"] = max(4, min(16, constants["BD"] * constants["BT"] // 512))
-    return constants, groups, per
+    return constants, groups, group_size
 
 
 def _rms_norm(x: Tensor, weight: Tensor, eps: float, dtype: torch.dtype) -> Tensor:
     x, weight = x.contiguous(), weight.contiguous()
     y = torch.empty(x.shape, dtype=dtype, device=x.device)
-    constants, groups, per = _wide_norm("rms_norm_kernel", weight, x.numel() // x.shape[-1], eps)
+    constants, groups, group_size = _wide_norm("rms_norm_kernel", weight, x.numel() // x.shape[-1], eps)
     tiles.launch_kernel(
-        "rms_norm_kernel", (-(-per // constants["BT"]), groups), x, weight, y, per, **constants
+        "rms_norm_kernel", (-(-group_size // constants["BT"]), groups), x, weight, y, group_size, **constants
     )
     return y
 
@@ -106,14 +113,14 @@ def _rms_norm(x: Tensor, weight: Tensor, eps: float, dtype: torch.dtype) -> Tens
 def _rms_norm_backward(g_y: Tensor, x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """Return the gradients of x and of the weight."""
     g_y, x, weight = (tensor.contiguous() for tensor in (g_y, x, weight))
-    constants, groups, per = _wide_norm("rms_norm_backward", weight, x.numel() // x.shape[-1], eps)
-    parts, steps = split_tiles(-(-per // constants["BT"]), max(1, PARTS["rms_norm"] // groups))
+    constants, groups, group_size = _wide_norm("rms_norm_backward", weight, x.numel() // x.shape[-1], eps)
+    parts, steps = split_tiles(-(-group_size // constants["BT"]), max(1, PARTS["rms_norm"] // groups))
     g_x, g_weight = (
         torch.empty_like(x),
         torch.empty((groups * parts, x.shape[-1]), dtype=sum_dtype(x), device=x.device),
     )
     tiles.launch_kernel(
-        "rms_norm_backward", (parts, groups), x, weight, g_y, g_x, g_weight, per, steps, **constants
+        "rms_norm_backward", (parts, groups), x, weight, g_y, g_x, g_weight, group_size, steps, **constants
     )
     return g_x, sum_parts(g_weight, groups).view_as(weight).to(weight.dtype)
 
@@ -121,16 +128,18 @@ def _rms_norm_backward(g_y: Tensor, x: Tensor, weight: Tensor, eps: float) -> tu
 def _sigmoid_gated_norm(x: Tensor, m: Tensor, weight: Tensor, gain: Tensor, eps: float) -> Tensor:
     x, m, weight, gain = (tensor.contiguous() for tensor in (x, m, weight, gain))
     y = torch.empty(x.shape, dtype=torch.promote_types(x.dtype, m.dtype), device=x.device)
-    constants, groups, per = _wide_norm("sigmoid_gated_norm_kernel", weight, x.numel() // x.shape[-1], eps)
+    constants, groups, group_size = _wide_norm(
+        "sigmoid_gated_norm_kernel", weight, x.numel() // x.shape[-1], eps
+    )
     tiles.launch_kernel(
         "sigmoid_gated_norm_kernel",
-        (-(-per // constants["BT"]), groups),
+        (-(-group_size // constants["BT"]), groups),
         x,
         m,
         weight,
         gain,
         y,
-        per,
+        group_size,
         **constants,
     )
     return y
@@ -141,14 +150,18 @@ def _sigmoid_gated_norm_backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return the gradients of x, m, `weight` and `gain`."""
     g_y, x, m, weight, gain = (tensor.contiguous() for tensor in (g_y, x, m, weight, gain))
-    constants, groups, per = _wide_norm("sigmoid_gated_norm_backward", weight, x.numel() // x.shape[-1], eps)
-    parts, steps = split_tiles(-(-per // constants["BT"]), max(1, PARTS["rms_norm"] // groups))
+    constants, groups, group_size = _wide_norm(
+        "sigmoid_gated_norm_backward", weight, x.numel() // x.shape[-1], eps
+    )
+    parts, steps = split_tiles(-(-group_size // constants["BT"]), max(1, PARTS["rms_norm"] // groups))
     g_x, g_m = torch.empty_like(x), torch.empty_like(m)
     g_weight, g_gain = (
         torch.empty((groups * parts, x.shape[-1]), dtype=sum_dtype(x), device=x.device) for _ in range(2)
     )
     tensors = (x, m, weight, gain, g_y, g_x, g_m, g_weight, g_gain)
-    tiles.launch_kernel("sigmoid_gated_norm_backward", (parts, groups), *tensors, per, steps, **constants)
+    tiles.launch_kernel(
+        "sigmoid_gated_norm_backward", (parts, groups), *tensors, group_size, steps, **constants
+    )
     sums = [
         sum_parts(parts, groups).view_as(like).to(like.dtype)
         for parts, like in ((g_weight, weight), (g_gain, gain))

@@ -21,8 +21,8 @@ of input channels for the gates, and in total for the norms.
 
 TILE = {
     "short_conv_kernel": 2048,
-    "short_conv_slopes": 1024,
-    "short_conv_turned": 2048,
+    "short_conv_backward": 1024,
+    "short_conv_input_backward": 2048,
     "gated_norm_kernel": 2048,
     "gated_norm_backward": 1024,
     "rms_norm_kernel": 2048,
@@ -71,7 +71,7 @@ def launch_kernel(
 ) -> None:
     """Launch a kernel of a layer on the device of the first tensor. For fake tensors, only record the launch."""
     constants["ACC"] = launch.triton_type(sum_dtype(tensors[0]))
-    # torch.compile needs only shapes, and `key_features_launches` only the kernels' names.
+    # torch.compile needs only shapes, and `list_key_features_launches` only the kernels' names.
     if isinstance(tensors[0], FakeTensor):
         record(name, tensors, {**constants, "warps": warps, "stages": stages})
         return
@@ -120,9 +120,9 @@ def has_large_shared_memory(x: Tensor) -> bool:
     return SHARED.get(arch_of(x), 227) > 160
 
 
-def product_side(size: int, x: Tensor) -> int:
-    """Return the tile size of a matrix product for an axis of `size`; see `launch.side`."""
-    return launch.side(size, x.dtype, arch_of(x))
+def product_padded_width(size: int, x: Tensor) -> int:
+    """Return the tile size of a matrix product for an axis of `size`; see `launch.padded_width`."""
+    return launch.padded_width(size, x.dtype, arch_of(x))
 
 
 def arch_of(x: Tensor) -> int:

@@ -15,24 +15,28 @@ only once.
     key_features_gated           unit features from the products of unit keys, which torch computes
     key_features_added           the sum of keys and the projections of their features, scaled to unit length
 
-Weights may have several groups, for several layers at once. Each group applies to `per` consecutive rows or
-tokens.
+Weights may have several groups, for several layers at once. Each group applies to `group_size` consecutive
+rows or tokens. `row_mask` is true for the rows of a tile that are tokens; the others are padding.
 
 Backward recomputes what forward did not save. Sums over tokens (the gradients of weights) are computed per
 program and then added by torch. No atomics are used, so two runs give identical results.
 """
 
-from remanence.ops.triton.kernels.layer.conv import short_conv_kernel, short_conv_slopes, short_conv_turned
+from remanence.ops.triton.kernels.layer.conv import (
+    short_conv_backward,
+    short_conv_input_backward,
+    short_conv_kernel,
+)
 from remanence.ops.triton.kernels.layer.features import (
     key_features_added,
     key_features_added_backward,
+    key_features_backward,
     key_features_gated,
     key_features_gated_backward,
     key_features_kernel,
-    key_features_slopes,
 )
-from remanence.ops.triton.kernels.layer.gates import gates_backward, gates_kernel, gates_slopes
-from remanence.ops.triton.kernels.layer.heads import heads_kernel, heads_weight
+from remanence.ops.triton.kernels.layer.gates import gates_backward, gates_kernel, gates_logits_backward
+from remanence.ops.triton.kernels.layer.heads import heads_kernel, heads_weight_backward
 from remanence.ops.triton.kernels.layer.norms import (
     gated_norm_backward,
     gated_norm_kernel,
@@ -48,21 +52,21 @@ __all__ = [
     "gated_norm_kernel",
     "gates_backward",
     "gates_kernel",
-    "gates_slopes",
+    "gates_logits_backward",
     "heads_kernel",
-    "heads_weight",
+    "heads_weight_backward",
     "key_features_added",
     "key_features_added_backward",
+    "key_features_backward",
     "key_features_gated",
     "key_features_gated_backward",
     "key_features_kernel",
-    "key_features_slopes",
     "rms_norm_backward",
     "rms_norm_kernel",
     "rotary_kernel",
+    "short_conv_backward",
+    "short_conv_input_backward",
     "short_conv_kernel",
-    "short_conv_slopes",
-    "short_conv_turned",
     "sigmoid_gated_norm_backward",
     "sigmoid_gated_norm_kernel",
     "swiglu_backward",

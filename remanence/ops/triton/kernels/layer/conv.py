@@ -11,7 +11,7 @@ from remanence.ops.triton.kernels.tools import activate, activate_with_slope
 
 
 @triton.jit
-def _inputs(
+def _load_with_past(
     x,
     past,
     at,
@@ -20,20 +20,20 @@ def _inputs(
     HEADS: tl.constexpr,
     D: tl.constexpr,
     BD: tl.constexpr,
-    LEAD: tl.constexpr,
+    HISTORY: tl.constexpr,
     ACC: tl.constexpr,
 ):
     """Load the tokens `at` of one row and head. Negative indices are in `past`, whose last token is at -1."""
     new = load_tile(x, at, (at >= 0) & (at < L), cols, D, BD, HEADS * D, ACC)
-    if LEAD > 0:
-        return new + load_tile(past, at + LEAD, (at < 0) & (at >= -LEAD), cols, D, BD, HEADS * D, ACC)
+    if HISTORY > 0:
+        return new + load_tile(past, at + HISTORY, (at < 0) & (at >= -HISTORY), cols, D, BD, HEADS * D, ACC)
     else:
         return new
 
 
 @kernel
 def short_conv_kernel(
-    x, past, weight, y, L, per,
+    x, past, weight, y, L, group_size,
     HEADS: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, BT: tl.constexpr, TAPS: tl.constexpr, UNIT: tl.constexpr,
     ACC: tl.constexpr,
 ):  # fmt: skip
@@ -42,12 +42,14 @@ def short_conv_kernel(
     """
     head, row = tl.program_id(0) % HEADS, tl.program_id(1).to(tl.int64)
     t, cols = (tl.program_id(0) // HEADS).to(tl.int64) * BT + tl.arange(0, BT), tl.arange(0, BD)
-    base, before = row * L * HEADS * D + head * D, row * (TAPS - 1) * HEADS * D + head * D
-    weight += (row // per) * HEADS * D * TAPS
+    base, past_offset = row * L * HEADS * D + head * D, row * (TAPS - 1) * HEADS * D + head * D
+    weight += (row // group_size) * HEADS * D * TAPS
     z = tl.zeros([BT, BD], ACC)
     for back in tl.static_range(TAPS):
         w = load_vector(weight + head * D * TAPS + TAPS - 1 - back, cols, D, BD, TAPS, ACC)
-        z += w[None, :] * _inputs(x + base, past + before, t - back, L, cols, HEADS, D, BD, TAPS - 1, ACC)
+        z += w[None, :] * _load_with_past(
+            x + base, past + past_offset, t - back, L, cols, HEADS, D, BD, TAPS - 1, ACC
+        )
     z = activate(z, False)
     if UNIT:
         z *= tl.rsqrt(tl.sum(z * z, 1) + UNIT_EPS)[:, None]
@@ -55,8 +57,8 @@ def short_conv_kernel(
 
 
 @kernel
-def short_conv_slopes(
-    x, past, weight, g_y, g_z, g_weight, L, steps, per,
+def short_conv_backward(
+    x, past, weight, g_y, g_z, g_weight, L, steps, group_size,
     HEADS: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, BT: tl.constexpr, TAPS: tl.constexpr, UNIT: tl.constexpr,
     ACC: tl.constexpr,
 ):  # fmt: skip
@@ -65,29 +67,31 @@ def short_conv_slopes(
     """
     head, part, row = tl.program_id(0) % HEADS, tl.program_id(0) // HEADS, tl.program_id(1).to(tl.int64)
     cols = tl.arange(0, BD)
-    base, before = row * L * HEADS * D + head * D, row * (TAPS - 1) * HEADS * D + head * D
-    weight += (row // per) * HEADS * D * TAPS
+    base, past_offset = row * L * HEADS * D + head * D, row * (TAPS - 1) * HEADS * D + head * D
+    weight += (row // group_size) * HEADS * D * TAPS
     sums = (tl.zeros([BT, BD], ACC),) * TAPS
     for step in range(steps):
         t = (part * steps + step).to(tl.int64) * BT + tl.arange(0, BT)
         inputs, z = (), tl.zeros([BT, BD], ACC)  # tuples are extended by +, because Triton has no unpacking
         for back in tl.static_range(TAPS):
             w = load_vector(weight + head * D * TAPS + TAPS - 1 - back, cols, D, BD, TAPS, ACC)
-            taken = _inputs(x + base, past + before, t - back, L, cols, HEADS, D, BD, TAPS - 1, ACC)
-            inputs = inputs + (taken,)  # noqa: RUF005
+            shifted = _load_with_past(
+                x + base, past + past_offset, t - back, L, cols, HEADS, D, BD, TAPS - 1, ACC
+            )
+            inputs = inputs + (shifted,)  # noqa: RUF005
             z += w[None, :] * inputs[back]
         value, slope = activate_with_slope(z, False)
         g = load_tile(g_y + base, t, t < L, cols, D, BD, HEADS * D, ACC)
         if UNIT:
-            shrink = tl.rsqrt(tl.sum(value * value, 1) + UNIT_EPS)[:, None]
-            value *= shrink
-            g = (g - value * tl.sum(g * value, 1)[:, None]) * shrink
+            inverse_length = tl.rsqrt(tl.sum(value * value, 1) + UNIT_EPS)[:, None]
+            value *= inverse_length
+            g = (g - value * tl.sum(g * value, 1)[:, None]) * inverse_length
         g *= slope
         store_tile(g_z + base, g, t, t < L, cols, D, BD, HEADS * D)
-        added = ()
+        new_sums = ()
         for back in tl.static_range(TAPS):
-            added = added + (sums[back] + g * inputs[back],)  # noqa: RUF005
-        sums = added
+            new_sums = new_sums + (sums[back] + g * inputs[back],)  # noqa: RUF005
+        sums = new_sums
     parts = tl.num_programs(0) // HEADS
     out = g_weight + ((row * parts + part) * HEADS + head) * D * TAPS
     for back in tl.static_range(TAPS):
@@ -95,24 +99,24 @@ def short_conv_slopes(
 
 
 @kernel
-def short_conv_turned(
-    g_z, weight, g_x, g_past, L, per,
+def short_conv_input_backward(
+    g_z, weight, g_x, g_past, L, group_size,
     HEADS: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, BT: tl.constexpr, TAPS: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
     """Write the gradients of x and of the past. The gradient of a token is a sum over g_z at the token and
     the TAPS - 1 tokens after it. The past is at the beginning of the first tile.
     """
-    LEAD: tl.constexpr = TAPS - 1
+    HISTORY: tl.constexpr = TAPS - 1
     head, row = tl.program_id(0) % HEADS, tl.program_id(1).to(tl.int64)
-    t, cols = (tl.program_id(0) // HEADS).to(tl.int64) * BT - LEAD + tl.arange(0, BT), tl.arange(0, BD)
-    base, before = row * L * HEADS * D + head * D, row * LEAD * HEADS * D + head * D
-    weight += (row // per) * HEADS * D * TAPS
+    t, cols = (tl.program_id(0) // HEADS).to(tl.int64) * BT - HISTORY + tl.arange(0, BT), tl.arange(0, BD)
+    base, past_offset = row * L * HEADS * D + head * D, row * HISTORY * HEADS * D + head * D
+    weight += (row // group_size) * HEADS * D * TAPS
     g = tl.zeros([BT, BD], ACC)
     for ahead in tl.static_range(TAPS):
-        w = load_vector(weight + head * D * TAPS + LEAD - ahead, cols, D, BD, TAPS, ACC)
+        w = load_vector(weight + head * D * TAPS + HISTORY - ahead, cols, D, BD, TAPS, ACC)
         g += w[None, :] * load_tile(
             g_z + base, t + ahead, (t + ahead >= 0) & (t + ahead < L), cols, D, BD, HEADS * D, ACC
         )
     store_tile(g_x + base, g, t, (t >= 0) & (t < L), cols, D, BD, HEADS * D)
-    if LEAD > 0:
-        store_tile(g_past + before, g, t + LEAD, t < 0, cols, D, BD, HEADS * D)
+    if HISTORY > 0:
+        store_tile(g_past + past_offset, g, t + HISTORY, t < 0, cols, D, BD, HEADS * D)

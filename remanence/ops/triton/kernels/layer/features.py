@@ -7,14 +7,14 @@ import triton
 import triton.language as tl
 
 from remanence.ops.triton.kernels.layer.tiles import UNIT_EPS, kernel, load_block, load_tile, store_tile
-from remanence.ops.triton.kernels.tools import activate, activate_with_slope, dot_apart, dot_onto
+from remanence.ops.triton.kernels.tools import activate, activate_with_slope, dot_add, dot_in_loop
 
 
 @triton.jit
 def _features(
-    x, up, down, t, live, inner, cols, go,
+    x, up, down, t, row_mask, inner, cols, positive,
     HEADS: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, COUNT: tl.constexpr, BC: tl.constexpr, BT: tl.constexpr,
-    SCALE: tl.constexpr, APART: tl.constexpr, ACC: tl.constexpr, OP: tl.constexpr, PRECISION: tl.constexpr,
+    SCALE: tl.constexpr, IN_LOOP: tl.constexpr, ACC: tl.constexpr, OP: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Return, for keys x: the gate, the value, the features at unit length and the factor that scaled them,
     and the sum of keys and projected features at unit length and the factor that scaled it.
@@ -24,51 +24,51 @@ def _features(
     SLICE: tl.constexpr = 64 if BD >= 64 else BD  # rows of at least 128 bytes, if the keys are wide enough
     gate, value = tl.zeros([BT, BC], ACC), tl.zeros([BT, BC], ACC)
     for first in range(0, BD, SLICE):
-        some = first + tl.arange(0, SLICE)
-        a = load_tile(x, t, live, some, D, 0, HEADS * D, OP)
-        gate = dot_onto(gate, a, load_block(up, some, inner, D, COUNT, 2 * COUNT, OP), OP, PRECISION)
-        value = dot_onto(
-            value, a, load_block(up + COUNT, some, inner, D, COUNT, 2 * COUNT, OP), OP, PRECISION
+        channels = first + tl.arange(0, SLICE)
+        a = load_tile(x, t, row_mask, channels, D, 0, HEADS * D, OP)
+        gate = dot_add(gate, a, load_block(up, channels, inner, D, COUNT, 2 * COUNT, OP), OP, PRECISION)
+        value = dot_add(
+            value, a, load_block(up + COUNT, channels, inner, D, COUNT, 2 * COUNT, OP), OP, PRECISION
         )
     gate, value = SCALE * gate, SCALE * value
     u = activate(gate, False) * value
-    shrink = tl.rsqrt(tl.sum(u * u, 1) + UNIT_EPS)[:, None]
-    u *= shrink
-    y = dot_apart(u, load_block(down, inner, cols, COUNT, D, D, OP), go, APART, ACC, OP, PRECISION)
-    y += load_tile(x, t, live, cols, D, BD, HEADS * D, ACC)
-    other = tl.rsqrt(tl.sum(y * y, 1) + UNIT_EPS)[:, None]
+    u_scale = tl.rsqrt(tl.sum(u * u, 1) + UNIT_EPS)[:, None]
+    u *= u_scale
+    y = dot_in_loop(u, load_block(down, inner, cols, COUNT, D, D, OP), positive, IN_LOOP, ACC, OP, PRECISION)
+    y += load_tile(x, t, row_mask, cols, D, BD, HEADS * D, ACC)
+    y_scale = tl.rsqrt(tl.sum(y * y, 1) + UNIT_EPS)[:, None]
     # The first two are used late: in OP, they need fewer registers until then.
     return (
         gate.to(OP),
         value.to(OP),
         u,
-        shrink,
-        y * other,
-        other,
+        u_scale,
+        y * y_scale,
+        y_scale,
     )
 
 
 @kernel
 def key_features_kernel(
-    x, up, down, y, per,
+    x, up, down, y, group_size,
     HEADS: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, COUNT: tl.constexpr, BC: tl.constexpr, BT: tl.constexpr,
-    SCALE: tl.constexpr, APART: tl.constexpr, ACC: tl.constexpr, OP: tl.constexpr, PRECISION: tl.constexpr,
+    SCALE: tl.constexpr, IN_LOOP: tl.constexpr, ACC: tl.constexpr, OP: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Compute a layer of features for a tile of tokens of one head."""
     head = tl.program_id(1).to(tl.int64)
     group, own = head // HEADS, head % HEADS
-    t = group * per + tl.program_id(0).to(tl.int64) * BT + tl.arange(0, BT)
-    live, cols, inner = t < (group + 1) * per, tl.arange(0, BD), tl.arange(0, BC)
+    t = group * group_size + tl.program_id(0).to(tl.int64) * BT + tl.arange(0, BT)
+    row_mask, cols, inner = t < (group + 1) * group_size, tl.arange(0, BD), tl.arange(0, BC)
     up, down = up + head * D * 2 * COUNT, down + head * COUNT * D
     _, _, _, _, value, _ = _features(
         x + own * D,
         up,
         down,
         t,
-        live,
+        row_mask,
         inner,
         cols,
-        per,
+        group_size,
         HEADS,
         D,
         BD,
@@ -76,37 +76,37 @@ def key_features_kernel(
         BC,
         BT,
         SCALE,
-        APART,
+        IN_LOOP,
         ACC,
         OP,
         PRECISION,
     )
-    store_tile(y + own * D, value, t, live, cols, D, BD, HEADS * D)
+    store_tile(y + own * D, value, t, row_mask, cols, D, BD, HEADS * D)
 
 
 @kernel
-def key_features_slopes(
-    g_y, x, up, down, u_out, g_sum, g_z, per,
+def key_features_backward(
+    g_y, x, up, down, u_out, g_sum, g_z, group_size,
     HEADS: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, COUNT: tl.constexpr, BC: tl.constexpr, BT: tl.constexpr,
-    SCALE: tl.constexpr, APART: tl.constexpr, ACC: tl.constexpr, OP: tl.constexpr, PRECISION: tl.constexpr,
+    SCALE: tl.constexpr, IN_LOOP: tl.constexpr, ACC: tl.constexpr, OP: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Write, for each token, the gradients of the sum (g_sum) and of the products with `up` (g_z), and the
     features (u_out). Other kernels compute the gradients of the keys and the weights from these.
     """
     head = tl.program_id(1).to(tl.int64)
     group, own = head // HEADS, head % HEADS
-    t = group * per + tl.program_id(0).to(tl.int64) * BT + tl.arange(0, BT)
-    live, cols, inner = t < (group + 1) * per, tl.arange(0, BD), tl.arange(0, BC)
+    t = group * group_size + tl.program_id(0).to(tl.int64) * BT + tl.arange(0, BT)
+    row_mask, cols, inner = t < (group + 1) * group_size, tl.arange(0, BD), tl.arange(0, BC)
     up, down = up + head * D * 2 * COUNT, down + head * COUNT * D
-    gate, value, u, shrink, y, other = _features(
+    gate, value, u, u_scale, y, y_scale = _features(
         x + own * D,
         up,
         down,
         t,
-        live,
+        row_mask,
         inner,
         cols,
-        per,
+        group_size,
         HEADS,
         D,
         BD,
@@ -114,38 +114,43 @@ def key_features_slopes(
         BC,
         BT,
         SCALE,
-        APART,
+        IN_LOOP,
         ACC,
         OP,
         PRECISION,
     )
-    store_tile(u_out + own * COUNT, u, t, live, inner, COUNT, BC, HEADS * COUNT)
-    g = load_tile(g_y + own * D, t, live, cols, D, BD, HEADS * D, ACC)
-    g = (g - y * tl.sum(g * y, 1)[:, None]) * other
-    store_tile(g_sum + own * D, g, t, live, cols, D, BD, HEADS * D)
-    g_u = dot_apart(
-        g, tl.trans(load_block(down, inner, cols, COUNT, D, D, OP)), per, APART, ACC, OP, PRECISION
+    store_tile(u_out + own * COUNT, u, t, row_mask, inner, COUNT, BC, HEADS * COUNT)
+    g = load_tile(g_y + own * D, t, row_mask, cols, D, BD, HEADS * D, ACC)
+    g = (g - y * tl.sum(g * y, 1)[:, None]) * y_scale
+    store_tile(g_sum + own * D, g, t, row_mask, cols, D, BD, HEADS * D)
+    g_u = dot_in_loop(
+        g, tl.trans(load_block(down, inner, cols, COUNT, D, D, OP)), group_size, IN_LOOP, ACC, OP, PRECISION
     )
-    g_u = (g_u - u * tl.sum(g_u * u, 1)[:, None]) * (SCALE * shrink)
-    opened, slope = activate_with_slope(gate.to(ACC), False)
+    g_u = (g_u - u * tl.sum(g_u * u, 1)[:, None]) * (SCALE * u_scale)
+    activated, slope = activate_with_slope(gate.to(ACC), False)
     store_tile(
-        g_z + own * 2 * COUNT, g_u * value.to(ACC) * slope, t, live, inner, COUNT, BC, HEADS * 2 * COUNT
+        g_z + own * 2 * COUNT, g_u * value.to(ACC) * slope, t, row_mask, inner, COUNT, BC, HEADS * 2 * COUNT
     )
-    store_tile(g_z + own * 2 * COUNT + COUNT, g_u * opened, t, live, inner, COUNT, BC, HEADS * 2 * COUNT)
+    store_tile(
+        g_z + own * 2 * COUNT + COUNT, g_u * activated, t, row_mask, inner, COUNT, BC, HEADS * 2 * COUNT
+    )
 
 
 @triton.jit
-def _halves(z, t, live, cols, COUNT: tl.constexpr, BC: tl.constexpr, SCALE: tl.constexpr, ACC: tl.constexpr):
+def _halves(
+    z, t, row_mask, cols, COUNT: tl.constexpr, BC: tl.constexpr, SCALE: tl.constexpr, ACC: tl.constexpr
+):
     """Load the gate and the value, which are the two halves of z, times SCALE."""
-    gate = load_tile(z, t, live, cols, COUNT, BC, 2 * COUNT, ACC)
-    return SCALE * gate, SCALE * load_tile(z + COUNT, t, live, cols, COUNT, BC, 2 * COUNT, ACC)
+    gate = load_tile(z, t, row_mask, cols, COUNT, BC, 2 * COUNT, ACC)
+    return SCALE * gate, SCALE * load_tile(z + COUNT, t, row_mask, cols, COUNT, BC, 2 * COUNT, ACC)
 
 
 @kernel
 def key_features_gated(
-    z, u, n, room, COUNT: tl.constexpr, BC: tl.constexpr, BT: tl.constexpr, SCALE: tl.constexpr, ACC: tl.constexpr
+    z, u, n, padded_tokens, COUNT: tl.constexpr, BC: tl.constexpr, BT: tl.constexpr, SCALE: tl.constexpr,
+    ACC: tl.constexpr,
 ):  # fmt: skip
-    """Compute unit features ``[h room COUNT]`` from products z ``[h n 2*COUNT]``. Tokens from n on are filled
+    """Compute unit features ``[h padded_tokens COUNT]`` from products z ``[h n 2*COUNT]``. Tokens from n on are filled
     with zeros.
     """
     head = tl.program_id(1).to(tl.int64)
@@ -153,26 +158,29 @@ def key_features_gated(
     gate, up = _halves(z + head * n * 2 * COUNT, t, t < n, cols, COUNT, BC, SCALE, ACC)
     value = activate(gate, False) * up
     value *= tl.rsqrt(tl.sum(value * value, 1) + UNIT_EPS)[:, None]
-    store_tile(u + head * room * COUNT, value, t, t < room, cols, COUNT, BC, COUNT)
+    store_tile(u + head * padded_tokens * COUNT, value, t, t < padded_tokens, cols, COUNT, BC, COUNT)
 
 
 @kernel
 def key_features_gated_backward(
-    z, g_u, g_z, n, room, COUNT: tl.constexpr, BC: tl.constexpr, BT: tl.constexpr, SCALE: tl.constexpr, ACC: tl.constexpr  # noqa: E501
+    z, g_u, g_z, n, padded_tokens, COUNT: tl.constexpr, BC: tl.constexpr, BT: tl.constexpr, SCALE: tl.constexpr,
+    ACC: tl.constexpr,
 ):  # fmt: skip
-    """Write the gradient of z as ``[h room 2*COUNT]``, padded with zeros. g_u ``[h n COUNT]`` is not padded."""
+    """Write the gradient of z as ``[h padded_tokens 2*COUNT]``, padded with zeros. g_u ``[h n COUNT]`` is not
+    padded.
+    """
     head = tl.program_id(1).to(tl.int64)
     t, cols = tl.program_id(0).to(tl.int64) * BT + tl.arange(0, BT), tl.arange(0, BC)
     gate, up = _halves(z + head * n * 2 * COUNT, t, t < n, cols, COUNT, BC, SCALE, ACC)
-    opened, slope = activate_with_slope(gate, False)
-    value = opened * up
-    shrink = tl.rsqrt(tl.sum(value * value, 1) + UNIT_EPS)[:, None]
-    value *= shrink
+    activated, slope = activate_with_slope(gate, False)
+    value = activated * up
+    u_scale = tl.rsqrt(tl.sum(value * value, 1) + UNIT_EPS)[:, None]
+    value *= u_scale
     g = load_tile(g_u + head * n * COUNT, t, t < n, cols, COUNT, BC, COUNT, ACC)
-    g = (g - value * tl.sum(g * value, 1)[:, None]) * (SCALE * shrink)
-    out = g_z + head * room * 2 * COUNT
-    store_tile(out, g * up * slope, t, t < room, cols, COUNT, BC, 2 * COUNT)
-    store_tile(out + COUNT, g * opened, t, t < room, cols, COUNT, BC, 2 * COUNT)
+    g = (g - value * tl.sum(g * value, 1)[:, None]) * (SCALE * u_scale)
+    out = g_z + head * padded_tokens * 2 * COUNT
+    store_tile(out, g * up * slope, t, t < padded_tokens, cols, COUNT, BC, 2 * COUNT)
+    store_tile(out + COUNT, g * activated, t, t < padded_tokens, cols, COUNT, BC, 2 * COUNT)
 
 
 @kernel
@@ -184,32 +192,32 @@ def key_features_added(
     """
     head = tl.program_id(1).to(tl.int64)
     t, cols = tl.program_id(0).to(tl.int64) * BT + tl.arange(0, BT), tl.arange(0, BD)
-    place = (head // HEADS * n * HEADS + head % HEADS) * D
-    a = load_tile(x + place, t, t < n, cols, D, BD, HEADS * D, ACC)
+    head_offset = (head // HEADS * n * HEADS + head % HEADS) * D
+    a = load_tile(x + head_offset, t, t < n, cols, D, BD, HEADS * D, ACC)
     a += load_tile(added + head * n * D, t, t < n, cols, D, BD, D, ACC)
     store_tile(
-        y + place, a * tl.rsqrt(tl.sum(a * a, 1) + UNIT_EPS)[:, None], t, t < n, cols, D, BD, HEADS * D
+        y + head_offset, a * tl.rsqrt(tl.sum(a * a, 1) + UNIT_EPS)[:, None], t, t < n, cols, D, BD, HEADS * D
     )
 
 
 @kernel
 def key_features_added_backward(
-    g_y, x, added, g_x, g_sum, turned, n, room,
+    g_y, x, added, g_x, g_sum, x_by_head, n, padded_tokens,
     HEADS: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, BT: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
     """Write the gradient of the sum twice: as ``[g n h D]`` (g_x, to which the rest of the keys' gradient is
-    added later) and as ``[g h room D]`` (g_sum). Also write x as ``[g h room D]`` (turned). Both are padded
-    with zeros, for products over parts of the tokens.
+    added later) and as ``[g h padded_tokens D]`` (g_sum). Also write x as ``[g h padded_tokens D]``
+    (x_by_head). Both are padded with zeros, for products over parts of the tokens.
     """
     head = tl.program_id(1).to(tl.int64)
     t, cols = tl.program_id(0).to(tl.int64) * BT + tl.arange(0, BT), tl.arange(0, BD)
-    place = (head // HEADS * n * HEADS + head % HEADS) * D
-    a = load_tile(x + place, t, t < n, cols, D, BD, HEADS * D, ACC)
-    store_tile(turned + head * room * D, a, t, t < room, cols, D, BD, D)
+    head_offset = (head // HEADS * n * HEADS + head % HEADS) * D
+    a = load_tile(x + head_offset, t, t < n, cols, D, BD, HEADS * D, ACC)
+    store_tile(x_by_head + head * padded_tokens * D, a, t, t < padded_tokens, cols, D, BD, D)
     a += load_tile(added + head * n * D, t, t < n, cols, D, BD, D, ACC)
-    shrink = tl.rsqrt(tl.sum(a * a, 1) + UNIT_EPS)[:, None]
-    a *= shrink
-    g = load_tile(g_y + place, t, t < n, cols, D, BD, HEADS * D, ACC)
-    g = (g - a * tl.sum(g * a, 1)[:, None]) * shrink
-    store_tile(g_x + place, g, t, t < n, cols, D, BD, HEADS * D)
-    store_tile(g_sum + head * room * D, g, t, t < room, cols, D, BD, D)
+    u_scale = tl.rsqrt(tl.sum(a * a, 1) + UNIT_EPS)[:, None]
+    a *= u_scale
+    g = load_tile(g_y + head_offset, t, t < n, cols, D, BD, HEADS * D, ACC)
+    g = (g - a * tl.sum(g * a, 1)[:, None]) * u_scale
+    store_tile(g_x + head_offset, g, t, t < n, cols, D, BD, HEADS * D)
+    store_tile(g_sum + head * padded_tokens * D, g, t, t < padded_tokens, cols, D, BD, D)

@@ -27,63 +27,65 @@ def _log_sigmoid(z, TERMS: tl.constexpr):
 
 
 @triton.jit
-def _signs(gate, FLIPPED: tl.constexpr, ACC: tl.constexpr):
-    """Return -1 for gates whose bit in FLIPPED is set, otherwise 1."""
-    return 1.0 - 2.0 * ((FLIPPED >> gate) & 1).to(ACC)
+def _signs(gate, NEGATED: tl.constexpr, ACC: tl.constexpr):
+    """Return -1 for gates whose bit in NEGATED is set (log-sigmoid of minus the logit), otherwise 1."""
+    return 1.0 - 2.0 * ((NEGATED >> gate) & 1).to(ACC)
 
 
 @kernel
 def gates_kernel(
-    x, weight, bias, logs, logits, scales, n, per,
+    x, weight, bias, logs, logits, rstds, n, group_size,
     GATES: tl.constexpr, HEADS: tl.constexpr, BG: tl.constexpr, DIM: tl.constexpr, BD: tl.constexpr, BT: tl.constexpr,
-    FLIPPED: tl.constexpr, TERMS: tl.constexpr, ACC: tl.constexpr, PRECISION: tl.constexpr,
+    NEGATED: tl.constexpr, TERMS: tl.constexpr, ACC: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Write the log gates, and for backward the logits and the scale of each token's input."""
+    """Write the log gates, and for backward the logits and 1 / RMS of each token's input (rstds)."""
     COUNT: tl.constexpr = GATES * HEADS
     group = tl.program_id(1).to(tl.int64)
-    t, gates = group * per + tl.program_id(0).to(tl.int64) * BT + tl.arange(0, BT), tl.arange(0, BG)
-    live = t < (group + 1) * per
+    t, gates = group * group_size + tl.program_id(0).to(tl.int64) * BT + tl.arange(0, BT), tl.arange(0, BG)
+    row_mask = t < (group + 1) * group_size
     weight, bias = weight + group * COUNT * DIM, bias + group * COUNT
     products, squares = tl.zeros([BT, BG], ACC), tl.zeros([BT, BD], ACC)
     for start in range(0, DIM, BD):
         cols = start + tl.arange(0, BD)
         # Columns need no mask if DIM is a multiple of the tile.
-        a = load_tile(x, t, live, cols, DIM, DIM if DIM % BD == 0 else 0, DIM, ACC)
+        a = load_tile(x, t, row_mask, cols, DIM, DIM if DIM % BD == 0 else 0, DIM, ACC)
         w = load_tile(weight, gates, gates < COUNT, cols, DIM, DIM if DIM % BD == 0 else 0, DIM, ACC)
         products = tl.dot(a, tl.trans(w), products, input_precision=PRECISION, out_dtype=ACC)
         squares += a * a
-    scale = tl.rsqrt(tl.sum(squares, 1) / DIM + GATE_EPS)
-    logit = products * scale[:, None] + load_vector(bias, gates, COUNT, BG, 1, ACC)[None, :]
-    tl.store(scales + t, scale, mask=live)
-    store_tile(logits, logit, t, live, gates, COUNT, BG, COUNT)
-    log_gate = _log_sigmoid(logit * _signs(gates // HEADS, FLIPPED, ACC)[None, :], TERMS)
-    place = (gates // HEADS).to(tl.int64) * n * HEADS + gates % HEADS
+    rstd = tl.rsqrt(tl.sum(squares, 1) / DIM + GATE_EPS)
+    logit = products * rstd[:, None] + load_vector(bias, gates, COUNT, BG, 1, ACC)[None, :]
+    tl.store(rstds + t, rstd, mask=row_mask)
+    store_tile(logits, logit, t, row_mask, gates, COUNT, BG, COUNT)
+    log_gate = _log_sigmoid(logit * _signs(gates // HEADS, NEGATED, ACC)[None, :], TERMS)
+    gate_offset = (gates // HEADS).to(tl.int64) * n * HEADS + gates % HEADS
     tl.store(
-        logs + place[None, :] + t[:, None] * HEADS, log_gate, mask=(live)[:, None] & (gates < COUNT)[None, :]
+        logs + gate_offset[None, :] + t[:, None] * HEADS,
+        log_gate,
+        mask=(row_mask)[:, None] & (gates < COUNT)[None, :],
     )
 
 
 @kernel
-def gates_slopes(
-    g_logs, logits, scales, bias, g_logits, pulls, g_bias, n, per,
+def gates_logits_backward(
+    g_logs, logits, rstds, bias, g_logits, norm_corrections, g_bias, n, group_size,
     GATES: tl.constexpr, HEADS: tl.constexpr, BG: tl.constexpr, DIM: tl.constexpr, BT: tl.constexpr,
-    FLIPPED: tl.constexpr, ACC: tl.constexpr,
+    NEGATED: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
     """Write the gradient of the products of input and weight before scaling (g_logits), and each program's
-    part of the gradient of the bias. The scaling itself reduces the gradient of each token's input by `pulls`
-    times that input.
+    part of the gradient of the bias. The scaling to unit mean square reduces the gradient of each
+    token's input by `norm_corrections` times that input.
     """
     COUNT: tl.constexpr = GATES * HEADS
     group = tl.program_id(1).to(tl.int64)
-    t, gates = group * per + tl.program_id(0).to(tl.int64) * BT + tl.arange(0, BT), tl.arange(0, BG)
-    live = t < (group + 1) * per
+    t, gates = group * group_size + tl.program_id(0).to(tl.int64) * BT + tl.arange(0, BT), tl.arange(0, BG)
+    row_mask = t < (group + 1) * group_size
     bias += group * COUNT
-    logit = load_tile(logits, t, live, gates, COUNT, BG, COUNT, ACC)
-    scale = tl.load(scales + t, mask=live, other=0.0)
-    place = (gates // HEADS).to(tl.int64) * n * HEADS + gates % HEADS
-    mask = (live)[:, None] & (gates < COUNT)[None, :]
-    g = tl.load(g_logs + place[None, :] + t[:, None] * HEADS, mask=mask, other=0.0)
-    signs = _signs(gates // HEADS, FLIPPED, ACC)[None, :]
+    logit = load_tile(logits, t, row_mask, gates, COUNT, BG, COUNT, ACC)
+    rstd = tl.load(rstds + t, mask=row_mask, other=0.0)
+    gate_offset = (gates // HEADS).to(tl.int64) * n * HEADS + gates % HEADS
+    mask = (row_mask)[:, None] & (gates < COUNT)[None, :]
+    g = tl.load(g_logs + gate_offset[None, :] + t[:, None] * HEADS, mask=mask, other=0.0)
+    signs = _signs(gates // HEADS, NEGATED, ACC)[None, :]
     g = signs * g / (1.0 + tl.exp(signs * logit))
     product = tl.where(mask, logit - load_vector(bias, gates, COUNT, BG, 1, ACC)[None, :], 0.0)
     tl.store(
@@ -91,13 +93,13 @@ def gates_slopes(
         tl.sum(g, 0),
         mask=gates < COUNT,
     )
-    tl.store(pulls + t, tl.sum(g * product, 1) * scale * scale / DIM, mask=live)
-    store_tile(g_logits, g * scale[:, None], t, live, gates, COUNT, BG, COUNT)
+    tl.store(norm_corrections + t, tl.sum(g * product, 1) * rstd * rstd / DIM, mask=row_mask)
+    store_tile(g_logits, g * rstd[:, None], t, row_mask, gates, COUNT, BG, COUNT)
 
 
 @kernel
 def gates_backward(
-    x, weight, g_logits, pulls, g_x, g_weight, per, steps,
+    x, weight, g_logits, norm_corrections, g_x, g_weight, group_size, steps,
     COUNT: tl.constexpr, BG: tl.constexpr, DIM: tl.constexpr, BD: tl.constexpr, BT: tl.constexpr,
     ACC: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -105,23 +107,30 @@ def gates_backward(
     channels.
     """
     BLOCKS: tl.constexpr = (DIM + BD - 1) // BD
-    EVEN: tl.constexpr = DIM if DIM % BD == 0 else 0
+    UNMASKED_DIM: tl.constexpr = DIM if DIM % BD == 0 else 0
     block, part = tl.program_id(0) % BLOCKS, tl.program_id(0) // BLOCKS
     group = tl.program_id(1).to(tl.int64)
     weight += group * COUNT * DIM
     cols, gates = block * BD + tl.arange(0, BD), tl.arange(0, BG)
-    w = load_tile(weight, gates, gates < COUNT, cols, DIM, EVEN, DIM, ACC)
+    w = load_tile(weight, gates, gates < COUNT, cols, DIM, UNMASKED_DIM, DIM, ACC)
     g_w = tl.zeros([BG, BD], ACC)
     for step in range(steps):
-        t = group * per + (part * steps + step).to(tl.int64) * BT + tl.arange(0, BT)
-        live = t < (group + 1) * per
-        a = load_tile(x, t, live, cols, DIM, EVEN, DIM, ACC)
-        g = load_tile(g_logits, t, live, gates, COUNT, BG, COUNT, ACC)
-        pull = tl.load(pulls + t, mask=live, other=0.0)
-        g_a = tl.dot(g, w, input_precision=PRECISION, out_dtype=ACC) - a * pull[:, None]
-        store_tile(g_x, g_a, t, live, cols, DIM, EVEN, DIM)
+        t = group * group_size + (part * steps + step).to(tl.int64) * BT + tl.arange(0, BT)
+        row_mask = t < (group + 1) * group_size
+        a = load_tile(x, t, row_mask, cols, DIM, UNMASKED_DIM, DIM, ACC)
+        g = load_tile(g_logits, t, row_mask, gates, COUNT, BG, COUNT, ACC)
+        norm_correction = tl.load(norm_corrections + t, mask=row_mask, other=0.0)
+        g_a = tl.dot(g, w, input_precision=PRECISION, out_dtype=ACC) - a * norm_correction[:, None]
+        store_tile(g_x, g_a, t, row_mask, cols, DIM, UNMASKED_DIM, DIM)
         g_w = tl.dot(tl.trans(g), a, g_w, input_precision=PRECISION, out_dtype=ACC)
     parts = tl.num_programs(0) // BLOCKS
     store_tile(
-        g_weight + (group * parts + part) * COUNT * DIM, g_w, gates, gates < COUNT, cols, DIM, EVEN, DIM
+        g_weight + (group * parts + part) * COUNT * DIM,
+        g_w,
+        gates,
+        gates < COUNT,
+        cols,
+        DIM,
+        UNMASKED_DIM,
+        DIM,
     )

@@ -6,44 +6,44 @@ from __future__ import annotations
 import triton.language as tl
 
 from remanence.ops.triton.kernels.layer.tiles import kernel, load_block, load_tile, store_tile
-from remanence.ops.triton.kernels.tools import dot_onto
+from remanence.ops.triton.kernels.tools import dot_add
 
 
 @kernel
 def heads_kernel(
-    x, weight, base, y, per,
+    x, weight, base, y, group_size,
     HEADS: tl.constexpr, INPUTS: tl.constexpr, BI: tl.constexpr, OUTPUTS: tl.constexpr, BO: tl.constexpr,
     BT: tl.constexpr,
-    TURNED: tl.constexpr, BASE: tl.constexpr, ACC: tl.constexpr, OP: tl.constexpr, PRECISION: tl.constexpr,
+    TRANSPOSED: tl.constexpr, BASE: tl.constexpr, ACC: tl.constexpr, OP: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Multiply x ``[tokens h INPUTS]`` by ``[g h INPUTS OUTPUTS]`` (if TURNED, by the transpose of ``[g h
+    """Multiply x ``[tokens h INPUTS]`` by ``[g h INPUTS OUTPUTS]`` (if TRANSPOSED, by the transpose of ``[g h
     OUTPUTS INPUTS]``), and with BASE add `base`.
     """
     head = tl.program_id(1).to(tl.int64)
     group, own = head // HEADS, head % HEADS
-    t = group * per + tl.program_id(0).to(tl.int64) * BT + tl.arange(0, BT)
-    live = t < (group + 1) * per
+    t = group * group_size + tl.program_id(0).to(tl.int64) * BT + tl.arange(0, BT)
+    row_mask = t < (group + 1) * group_size
     cols = tl.program_id(2) * BO + tl.arange(0, BO)
     SLICE: tl.constexpr = 64 if BI >= 64 else BI
     value = tl.zeros([BT, BO], ACC)
     for first in range(0, BI, SLICE):
         rows = first + tl.arange(0, SLICE)
-        a = load_tile(x + own * INPUTS, t, live, rows, INPUTS, 0, HEADS * INPUTS, OP)
-        if TURNED:
+        a = load_tile(x + own * INPUTS, t, row_mask, rows, INPUTS, 0, HEADS * INPUTS, OP)
+        if TRANSPOSED:
             w = tl.trans(
                 load_block(weight + head * INPUTS * OUTPUTS, cols, rows, OUTPUTS, INPUTS, INPUTS, OP)
             )
         else:
             w = load_block(weight + head * INPUTS * OUTPUTS, rows, cols, INPUTS, OUTPUTS, OUTPUTS, OP)
-        value = dot_onto(value, a, w, OP, PRECISION)
+        value = dot_add(value, a, w, OP, PRECISION)
     if BASE:
-        value += load_tile(base + own * OUTPUTS, t, live, cols, OUTPUTS, 0, HEADS * OUTPUTS, ACC)
-    store_tile(y + own * OUTPUTS, value, t, live, cols, OUTPUTS, 0, HEADS * OUTPUTS)
+        value += load_tile(base + own * OUTPUTS, t, row_mask, cols, OUTPUTS, 0, HEADS * OUTPUTS, ACC)
+    store_tile(y + own * OUTPUTS, value, t, row_mask, cols, OUTPUTS, 0, HEADS * OUTPUTS)
 
 
 @kernel
-def heads_weight(
-    x, g, out, per, steps,
+def heads_weight_backward(
+    x, g, out, group_size, steps,
     HEADS: tl.constexpr, INPUTS: tl.constexpr, BI: tl.constexpr, OUTPUTS: tl.constexpr, BO: tl.constexpr,
     BT: tl.constexpr,
     ACC: tl.constexpr, OP: tl.constexpr, PRECISION: tl.constexpr,
@@ -60,11 +60,11 @@ def heads_weight(
     )
     total = tl.zeros([BI, BO], ACC)
     for step in range(steps):
-        t = group * per + (part * steps + step).to(tl.int64) * BT + tl.arange(0, BT)
-        live = t < (group + 1) * per
-        a = load_tile(x + own * INPUTS, t, live, rows, INPUTS, 0, HEADS * INPUTS, OP)
-        b = load_tile(g + own * OUTPUTS, t, live, cols, OUTPUTS, 0, HEADS * OUTPUTS, OP)
-        total = dot_onto(total, tl.trans(a), b, OP, PRECISION)
+        t = group * group_size + (part * steps + step).to(tl.int64) * BT + tl.arange(0, BT)
+        row_mask = t < (group + 1) * group_size
+        a = load_tile(x + own * INPUTS, t, row_mask, rows, INPUTS, 0, HEADS * INPUTS, OP)
+        b = load_tile(g + own * OUTPUTS, t, row_mask, cols, OUTPUTS, 0, HEADS * OUTPUTS, OP)
+        total = dot_add(total, tl.trans(a), b, OP, PRECISION)
     mask = (rows < INPUTS)[:, None] & (cols < OUTPUTS)[None, :]
     tl.store(
         out + (head * parts + part) * INPUTS * OUTPUTS + rows[:, None] * OUTPUTS + cols[None, :],

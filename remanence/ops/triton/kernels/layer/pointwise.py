@@ -13,10 +13,10 @@ from remanence.ops.triton.kernels.tools import activate, activate_with_slope
 def swiglu_kernel(gate, up, y, count, BLOCK: tl.constexpr, ACC: tl.constexpr):
     """Compute SiLU of `gate`, times `up`."""
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    opened = activate(tl.load(gate + at, mask=at < count, other=0.0).to(ACC), False)
+    activated = activate(tl.load(gate + at, mask=at < count, other=0.0).to(ACC), False)
     tl.store(
         y + at,
-        (opened * tl.load(up + at, mask=at < count, other=0.0).to(ACC)).to(y.dtype.element_ty),
+        (activated * tl.load(up + at, mask=at < count, other=0.0).to(ACC)).to(y.dtype.element_ty),
         mask=at < count,
     )
 
@@ -25,11 +25,11 @@ def swiglu_kernel(gate, up, y, count, BLOCK: tl.constexpr, ACC: tl.constexpr):
 def swiglu_backward(gate, up, g_y, g_gate, g_up, count, BLOCK: tl.constexpr, ACC: tl.constexpr):
     """Write the gradients of `gate` and `up`."""
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    opened, slope = activate_with_slope(tl.load(gate + at, mask=at < count, other=0.0).to(ACC), False)
+    activated, slope = activate_with_slope(tl.load(gate + at, mask=at < count, other=0.0).to(ACC), False)
     g = tl.load(g_y + at, mask=at < count, other=0.0).to(ACC)
     value = tl.load(up + at, mask=at < count, other=0.0).to(ACC)
     tl.store(g_gate + at, (g * value * slope).to(g_gate.dtype.element_ty), mask=at < count)
-    tl.store(g_up + at, (g * opened).to(g_up.dtype.element_ty), mask=at < count)
+    tl.store(g_up + at, (g * activated).to(g_up.dtype.element_ty), mask=at < count)
 
 
 @kernel
