@@ -33,6 +33,7 @@ ALLOWED_IMPORTS = {
     "inference": {"", *BASE, "attached", "layers", "mixers", "backbone", "model", "config"},
     "data": {*BASE, "verticals"},
     "tasks": {*BASE, "data"},
+    "serve": {"runtime", "io", "tokenizers", "config", "model", "inference"},
     "hf": {"runtime", "io", "attached", "folder", "model", "inference", "config"},
     "lens": {"runtime", "tokenizers", "ops", "layers", "memory", "mixers", "model", "inference"},
     "train": {

@@ -1,6 +1,5 @@
-"""An HTTP server with OpenAI's API in which every user has a memory of their own (docs/serving.md).
+"""The parts of a server in which every user has a memory of their own. The HTTP interface is not built yet.
 
-`engine` computes the answers of many sessions together, `memories` keeps each memory as a chain of immutable versions
-(files in `store`, their order in `database`), `access` has keys and limits, `app` the HTTP interface. Needs the extra
-`serve`.
+`engine` reads texts and generates answers for many sessions together. `memories` keeps each memory as a chain of
+immutable versions: states in files, and their order in the SQLite file of `database`.
 """

@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
-SCHEMA = """
+TABLES = """
 CREATE TABLE IF NOT EXISTS memories (
     id TEXT PRIMARY KEY, owner TEXT NOT NULL, name TEXT, head TEXT NOT NULL, created REAL NOT NULL,
     UNIQUE (owner, name)
@@ -28,6 +28,7 @@ CREATE TABLE IF NOT EXISTS versions (
 CREATE INDEX IF NOT EXISTS versions_of_memory ON versions (memory, created);
 """
 SCHEMA_VERSION = 1
+"""The version of the tables, saved in the file."""
 
 
 class ConflictError(ValueError):
@@ -85,9 +86,11 @@ class Database:
         self._connection.execute("PRAGMA foreign_keys = ON")
         found = self._connection.execute("PRAGMA user_version").fetchone()[0]
         if found > SCHEMA_VERSION:
-            raise ValueError(f"{path}: expected schema {SCHEMA_VERSION} or older, got {found}; a newer remanence made it")
+            raise ValueError(
+                f"{path}: expected schema {SCHEMA_VERSION} or older, got {found}; a newer remanence made it"
+            )
         with self._transaction() as connection:
-            for statement in SCHEMA.split(";"):
+            for statement in TABLES.split(";"):
                 connection.execute(statement)
             connection.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")
 
@@ -127,12 +130,17 @@ class Database:
 
     def memory(self, owner: str, identifier: str) -> Memory | None:
         """Return an owner's memory by its identifier or name; None if the owner has no such memory."""
-        found = self._rows("SELECT * FROM memories WHERE owner = ? AND (id = ? OR name = ?)", owner, identifier, identifier)
+        found = self._rows(
+            "SELECT * FROM memories WHERE owner = ? AND (id = ? OR name = ?)", owner, identifier, identifier
+        )
         return Memory(*found[0]) if found else None
 
     def memories(self, owner: str) -> list[Memory]:
         """Return all memories of an owner, the oldest first."""
-        return [Memory(*row) for row in self._rows("SELECT * FROM memories WHERE owner = ? ORDER BY created, id", owner)]
+        return [
+            Memory(*row)
+            for row in self._rows("SELECT * FROM memories WHERE owner = ? ORDER BY created, id", owner)
+        ]
 
     def version(self, owner: str, identifier: str) -> Version | None:
         """Return a version of one of the owner's memories; None if there is none."""
@@ -144,7 +152,10 @@ class Database:
 
     def versions(self, memory: str) -> list[Version]:
         """Return the versions of a memory, the oldest first."""
-        return [Version(*row) for row in self._rows("SELECT * FROM versions WHERE memory = ? ORDER BY created, id", memory)]
+        return [
+            Version(*row)
+            for row in self._rows("SELECT * FROM versions WHERE memory = ? ORDER BY created, id", memory)
+        ]
 
     def all_versions(self) -> set[str]:
         """Return the identifiers of all versions of all memories."""
@@ -157,10 +168,13 @@ class Database:
         with self._transaction() as connection:
             if expected_head is not None:
                 changed = connection.execute(
-                    "UPDATE memories SET head = ? WHERE id = ? AND head = ?", (version.id, version.memory, expected_head)
+                    "UPDATE memories SET head = ? WHERE id = ? AND head = ?",
+                    (version.id, version.memory, expected_head),
                 )
                 if changed.rowcount != 1:
-                    raise ConflictError("memory: another request has changed or deleted it; send this one again")
+                    raise ConflictError(
+                        "memory: another request has changed or deleted it; send this one again"
+                    )
             try:
                 connection.execute(f"INSERT INTO versions VALUES ({', '.join('?' * len(version))})", version)
             except sqlite3.IntegrityError:
@@ -169,13 +183,15 @@ class Database:
     def delete(self, memory: str) -> list[str]:
         """Delete a memory with all its versions, and return their identifiers."""
         with self._transaction() as connection:
-            found = [row[0] for row in connection.execute("SELECT id FROM versions WHERE memory = ?", (memory,))]
+            found = [
+                row[0] for row in connection.execute("SELECT id FROM versions WHERE memory = ?", (memory,))
+            ]
             connection.execute("DELETE FROM memories WHERE id = ?", (memory,))
         return found
 
     def prune(self, memory: str, keep: int) -> list[str]:
-        """Delete the oldest versions of a memory but the newest `keep` and the head. Returns the identifiers of
-        the deleted ones.
+        """Delete all versions of a memory except the newest `keep` and the head. Returns the identifiers of the
+        deleted ones.
         """
         with self._transaction() as connection:
             rows = connection.execute(

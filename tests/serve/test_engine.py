@@ -89,10 +89,28 @@ def test_sessions_do_not_see_each_other():
     """The same question beside different neighbours."""
     shared = model(("mag",))
     with Engine(shared, ByteTokenizer(), max_rows=4) as engine:
-        one = [Client(engine, text, shared.start(1)) for text in ("the key", "aaaa", "bbbb" * 30)][0].result()
-        two = [Client(engine, text, shared.start(1)) for text in ("the key", "zz" * 50, "1", "2")][0].result()
+        first = [Client(engine, text, shared.start(1)) for text in ("the key", "aaaa", "bbbb" * 30)]
+        one = first[0].result()
+        second = [Client(engine, text, shared.start(1)) for text in ("the key", "zz" * 50, "1", "2")]
+        two = second[0].result()
     assert one.text == two.text
     same_state(one.state, two.state)
+
+
+def test_sessions_of_different_memory_modes_are_answered_together():
+    shared = model(("mag",))
+    with Engine(shared, ByteTokenizer()) as engine:
+        clients = {
+            mode: Client(engine, TEXTS[0], shared.start(1), submit=False) for mode in ("on", "frozen", "off")
+        }
+        for mode, client in clients.items():
+            client.job.memory_mode = mode
+            engine.submit(client.job)
+        found = {mode: client.result() for mode, client in clients.items()}
+    for mode, result in found.items():
+        session = Session(shared, memory_mode=mode)
+        assert session.generate(TEXTS[0], max_tokens=7, temperature=0.0) == result.text
+        same_state(session.state, result.state)
 
 
 def test_a_full_queue_refuses():
