@@ -438,13 +438,13 @@ def test_a_mixer_that_says_it_can_be_captured_can():
 def test_captured_steps_are_dropped_when_a_hook_comes():
     """What was captured before is not replayed: the next call is captured anew, or refused."""
     graphed = Graphed(model())
-    graphed.held["key"] = None
+    graphed.captured_steps["key"] = None
     assert not graphed.watch.changed()
     graphed.model.blocks[0].register_forward_hook(lambda *_: None)
     assert graphed.watch.changed()
     with pytest.raises(ValueError, match="model: expected one whose step can be captured, but"):
         graphed(text(), text())
-    assert not graphed.held and not graphed.watch.changed()
+    assert not graphed.captured_steps and not graphed.watch.changed()
 
 
 class TestAttentionOfKnn:

@@ -198,7 +198,7 @@ def test_captured_steps_are_steps(variant):
         assert all(torch.equal(a, b) for a, b in zip(plain.state.tensors(), after.tensors(), strict=True))
         assert positions_of(after.position) == after.position.tolist()
         state = after.detach()
-    assert len(graphed.held) == 2
+    assert len(graphed.captured_steps) == 2
 
 
 @on_gpu

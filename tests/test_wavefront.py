@@ -130,7 +130,7 @@ def test_frozen_parameters_get_none():
     [
         ("mag", "whole segments"),
         ("one layer", "at least two"),
-        ("observed", "observed"),
+        ("observed", "recording"),
         ("hooked", "hooks"),
         ("another's", "not part of this package"),
     ],
