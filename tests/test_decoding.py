@@ -189,7 +189,7 @@ def test_with_kernels(variant, monkeypatch):
 def test_matrices_asked_by_segments(monkeypatch):
     subject = model("mac", memory={"net": "linear", "depth": None, "expansion": None})
     assert all(
-        step.memory.running.step == step.memory.running._fused
+        step.memory.running.step == step.memory.running._step_fused
         for step in Decoder(subject, begun(subject)).decoders
     )
     walk(subject, begun(subject), monkeypatch, steps=9, waits=True)
