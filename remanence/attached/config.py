@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields, replace
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
+from remanence.attached.sentences.config import ChatFormat, SentenceConfig, sentence_config
 from remanence.config import KnnConfig, MemoryConfig, ModelConfig, build
 from remanence.io.migrations import accepts_old_names, current_fields
 from remanence.runtime.choices import check_choice, short_repr
 
-Kind = Literal["neural", "knn"]
-"""The kind of memory: a neural memory, or a store of past keys and values."""
+Kind = Literal["neural", "knn", "sentences"]
+"""The kind of memory: a neural memory, a store of past keys and values, or a store of sentences."""
 Place = Literal["beside", "front"]
 """The position of a neural memory relative to the attention module: in parallel, or before it."""
 PLACES: dict[str, str] = {"beside": "mag", "front": "mal"}
@@ -33,14 +35,16 @@ class AttachConfig:
         layers: indices of the layers that have a memory, counted from 0.
         every: instead of `layers`: add a neural memory to every `every`-th layer; None: to every eighth. A kNN store is
             added to one layer only, at three quarters of the depth. Not saved, because `layers` is.
-        kind: "neural", or "knn" for a store of past keys and values (needs a window).
+        kind: "neural"; "knn" for a store of past keys and values; or "sentences" for a store of sentences, which are
+            put into the context before an answer. Both stores need a window.
         place: position of a neural memory: "beside" attention (as in MAG) or in "front" of it (as in MAL). A kNN store
             is always beside attention.
         window: number of tokens that attention sees, including the current one; None: the model's own attention.
         sinks: number of tokens at the start of a text that attention with a window sees in addition.
         attention: the name of the attention module within each layer; None: the name for the model's family.
         segment: number of tokens after which memories are reset in mode "fresh".
-        memory, knn: settings of neural memories (a `MemoryConfig` or a dict of its fields) and of stores (`KnnConfig`).
+        memory, knn, sentences: settings of neural memories (a `MemoryConfig` or a dict of its fields), of stores
+            (`KnnConfig`) and of stores of sentences (`SentenceConfig`).
         lora: the rank of LoRA on the attention's projections (needs the extra `lora`); 0: no LoRA.
     """
 
@@ -59,6 +63,7 @@ class AttachConfig:
     segment: int = 512
     memory: MemoryConfig = None  # type: ignore[assignment]  # never None once the model is known: it needs dim
     knn: KnnConfig = None  # type: ignore[assignment]
+    sentences: SentenceConfig = None  # type: ignore[assignment]  # never None after __post_init__
     lora: int = 0
 
     def __post_init__(self) -> None:
@@ -70,7 +75,8 @@ class AttachConfig:
             object.__setattr__(
                 self, "memory", build(MemoryConfig, {"dim": self.dim, **_memory_fields(self.memory)})
             )
-        check_choice("kind", self.kind, ("neural", "knn"))
+        object.__setattr__(self, "sentences", sentence_config(self.sentences))
+        check_choice("kind", self.kind, get_args(Kind))
         check_choice("place", self.place, PLACES)
         for name, least in (("window", 2), ("sinks", 0), ("segment", 1), ("lora", 0)):
             value = getattr(self, name)
@@ -80,8 +86,15 @@ class AttachConfig:
             raise ValueError(
                 "window: expected a number of tokens with kind='knn', whose store begins behind it"
             )
+        if self.kind == "sentences" and (self.window is None or self.layers or self.lora):
+            raise ValueError(
+                "kind: expected a window, and neither layers nor lora, with kind='sentences'; its encoded layers are "
+                "sentences.layers, the rank of its update is sentences.rank"
+            )
         if not self.num_layers:
             _memory_fields(self.memory)
+            return
+        if self.kind == "sentences":
             return
         if not self.layers or any(type(n) is not int or not 0 <= n < self.num_layers for n in self.layers):
             raise ValueError(
@@ -101,17 +114,21 @@ class AttachConfig:
         dim: int,
         num_layers: int,
         heads: tuple[int, int, int],
+        chat_format: ChatFormat | None = None,
     ) -> AttachConfig:
         """A copy completed for a pretrained model: with its digest (`base`), the name of its attention
-        modules, its sizes, and the indices of the layers that get a memory.
+        modules, its sizes, the indices of the layers that get a memory, and the format of chats, which a store of
+        sentences needs.
         """
         every = min(8, num_layers) if self.every is None else self.every
         if type(every) is not int or not 1 <= every <= num_layers:
             raise ValueError(
                 f"every: expected a number from 1 to the model's {num_layers} layers, got {every!r}"
             )
-        layers = self.layers
-        if not layers:
+        layers, sentences = self.layers, self.sentences
+        if self.kind == "sentences":
+            sentences = sentences.for_model(num_layers, chat_format)
+        elif not layers:
             layers = (
                 (round(num_layers * 9 / 12) - 1,)
                 if self.kind == "knn"
@@ -124,7 +141,7 @@ class AttachConfig:
             raise ValueError(f"memory.dim: expected the model's dim={dim}, got {memory.dim}")
         return replace(
             self, base=base, attention=attention, vocab_size=vocab_size, dim=dim, num_layers=num_layers, heads=heads,
-            layers=layers, every=None, memory=memory,
+            layers=layers, every=None, memory=memory, sentences=sentences,
         )  # fmt: skip
 
     @property
@@ -133,6 +150,11 @@ class AttachConfig:
         plain = "attention" if self.window is None else "window"
         own = "knn" if self.kind == "knn" else PLACES[self.place]
         return tuple(own if layer in self.layers else plain for layer in range(self.num_layers))
+
+    @property
+    def slack(self) -> int:
+        """Number of tokens by which a state can be rewound with `crop`."""
+        return 0 if self.kind == "sentences" else self.memory.chunk - 1
 
     @property
     def pattern(self) -> tuple[str, ...]:
@@ -152,6 +174,10 @@ class AttachConfig:
         """The fields as JSON data, without `every`, which `layers` replaces."""
         saved = {**asdict(self), "layers": list(self.layers), "heads": list(self.heads)}
         del saved["every"]
+        if self.kind != "sentences":
+            del saved["sentences"]
+        else:
+            saved["sentences"] = json.loads(json.dumps(saved["sentences"]))  # with lists for tuples
         return saved
 
     @classmethod
@@ -167,7 +193,7 @@ class AttachConfig:
         except TypeError as error:
             raise ValueError(f"remanence: expected the fields of AttachConfig ({error})") from None
         for name in ("base", "vocab_size", "dim", "num_layers", "layers", "attention"):
-            if not getattr(found, name):
+            if not getattr(found, name) and not (name == "layers" and found.kind == "sentences"):
                 raise ValueError(f"remanence: expected the fields of AttachConfig (no {name!r})")
         return found
 

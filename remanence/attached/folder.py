@@ -18,6 +18,7 @@ import torch
 from remanence.attached.base import PretrainedSource, check_model, digest, is_legacy_digest, matches_digest
 from remanence.attached.config import AttachConfig
 from remanence.attached.model import Attached
+from remanence.attached.sentences.model import SentenceModel
 from remanence.folder import AutoClasses
 from remanence.io.files import add_digest, check_digest, read_json, write_json
 from remanence.io.shipped import resolve_model_path
@@ -58,7 +59,12 @@ def is_attached(folder: str | Path) -> bool:
     return False
 
 
-def save(model: Attached, folder: str | Path) -> None:
+def attached_model(attached: Attached) -> Attached | SentenceModel:
+    """The model with the kind of memory that the configuration names."""
+    return SentenceModel(attached) if attached.config.kind == "sentences" else attached
+
+
+def save(model: Attached | SentenceModel, folder: str | Path) -> None:
     """Write an attached model to a folder: the implementation of `Attached.save`."""
     folder = Path(folder)
     if folder.exists() and not folder.is_dir():
@@ -92,7 +98,7 @@ def load(
     dtype: torch.dtype | None = None,
     trained: bool = False,
 ) -> Any:
-    """Load an `Attached` model from a folder that `save` wrote. `base` is the pretrained model, its folder or
+    """Load an attached model from a folder that `save` wrote. `base` is the pretrained model, its folder or
     its name; None: the one named in config.json. `dtype` is that of the pretrained model; None: the dtype in
     which it is stored. With `trained`, the parameters of memories and LoRA are loaded as float32, so that
     they can be trained.
@@ -123,7 +129,7 @@ def load(
             stacklevel=2,
         )
         config = replace(config, base=digest(stored))
-    attached = Attached(model.to(device), config, source)  # type: ignore[arg-type]
+    attached = attached_model(Attached(model.to(device), config, source))  # type: ignore[arg-type]
     attached.folder = folder
     tensors = {
         name.removeprefix("model."): x for name, x in read_tensors(folder / WEIGHTS, mapped=0).tensors.items()
@@ -136,7 +142,7 @@ def load(
         if parameter.shape != tensors[name].shape:
             shapes = f"{list(parameter.shape)}, got {list(tensors[name].shape)}"
             raise ValueError(f"{folder / WEIGHTS}: {name}: expected shape {shapes}")
-        wanted = torch.float32 if trained else parameter.dtype
+        wanted = torch.float32 if trained and parameter.is_floating_point() else parameter.dtype
         parameter.data = aligned(tensors[name].to(parameter.device, wanted))
     return attached
 
@@ -150,7 +156,7 @@ def load_model(
     return Model.load(folder, device=device, dtype=dtype)
 
 
-def describe(model: Attached, config: AttachConfig | None = None) -> dict[str, Any]:
+def describe(model: Attached | SentenceModel, config: AttachConfig | None = None) -> dict[str, Any]:
     """The content of config.json: the source of the pretrained model, and the `AttachConfig` with a digest.
     `config` replaces the configuration of the model; None: the model's own.
     """

@@ -89,7 +89,7 @@ class AttachedLayer:
         self.window_spec = (
             None
             if window is None
-            else WindowSpec.smaller(window, self.native_window, config.sinks, config.memory.chunk - 1)
+            else WindowSpec.smaller(window, self.native_window, config.sinks, config.slack)
         )
 
     def start(self, rows: int) -> AttachedLayerState:

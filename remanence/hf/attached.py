@@ -10,7 +10,7 @@ from typing import Any, Unpack
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 
 from remanence.attached import base as pretrained
 from remanence.attached import folder as attached_folder
@@ -18,6 +18,8 @@ from remanence.attached.config import DEFAULT_MEMORY, AttachConfig, Kind, Place
 from remanence.attached.families import attention_modules
 from remanence.attached.folder import KIND
 from remanence.attached.model import Attached
+from remanence.attached.sentences.model import SentenceModel
+from remanence.attached.sentences.vocabulary import chat_format, token_flags
 from remanence.config import KnnConfig, MemoryConfig, Mode
 from remanence.hf.native import FolderConfig, RemanenceForCausalLM
 from remanence.io.files import check_digest
@@ -68,7 +70,7 @@ class AttachedForCausalLM(RemanenceForCausalLM):
 
     config_class = AttachedConfig  # type: ignore[assignment]
 
-    def __init__(self, model: Attached) -> None:
+    def __init__(self, model: Attached | SentenceModel) -> None:
         described = model.describe()
         known = {name: getattr(model.base.config, name, None) for name in INHERITED_FIELDS}
         config = AttachedConfig(base=described["base"], remanence=model.config.to_dict(), **known)
@@ -151,6 +153,7 @@ def attach(
     sinks: int = 4,
     attention: str | None = None,
     lora: int = 0,
+    tokenizer: PreTrainedTokenizerBase | None = None,
     memory: Kind | None = None,
     **fields: Unpack[AttachFields],
 ) -> AttachedForCausalLM:
@@ -165,16 +168,19 @@ def attach(
         every: add a neural memory to every `every`-th layer; None: to every eighth. A kNN store is added to one layer
             only, at three quarters of the depth.
         layers: indices of the layers that get a memory, counted from 0, instead of `every`.
-        kind: "neural", or "knn" for a store of past keys and values (needs a window).
+        kind: "neural"; "knn" for a store of past keys and values; "sentences" for a store of sentences that are put
+            into the context before an answer. Both stores need a window.
         place: position of a neural memory: "beside" attention (as in MAG) or in "front" of it (as in MAL).
         window: number of tokens that attention is limited to; None: the model's own attention. The state has a constant
             size only with a window.
         sinks: number of tokens at the start of a text that attention with a window sees in addition.
         attention: the name of the attention module within each layer, for families without an adapter.
         lora: the rank of LoRA on the attention's projections (needs the extra `lora`); 0: no LoRA.
+        tokenizer: with kind="sentences", the transformers tokenizer of the model; None: loaded from where the model
+            was.
         memory: deprecated: use `kind`.
-        fields: settings of the memory: fields of `MemoryConfig` (heads, head_dim, chunk, ...) or, with kind="knn", of
-            `KnnConfig` (k, size, ...).
+        fields: settings of the memory: fields of `MemoryConfig` (heads, head_dim, chunk, ...); with kind="knn", of
+            `KnnConfig` (k, size, ...); with kind="sentences", of `SentenceConfig` (recalled, rank, ...).
     """
     if memory is not None:
         warnings.warn("attach(memory=...) is deprecated: use kind=", DeprecationWarning, stacklevel=2)
@@ -184,13 +190,13 @@ def attach(
         "attention": attention, "lora": lora,
     }  # fmt: skip
     if config is None:
-        settings["knn" if kind == "knn" else "memory"] = fields or None
+        settings["memory" if kind == "neural" else kind] = fields or None
         config = AttachConfig(**settings)
     elif not isinstance(config, AttachConfig):
         raise ValueError(f"config: expected an AttachConfig, got {short_repr(type(config).__name__)}")
     elif fields or any(getattr(AttachConfig(), name) != value for name, value in settings.items()):
         raise ValueError("config: expected an AttachConfig or keyword arguments, got both")
-    return _attach(model, config)
+    return _attach(model, config, tokenizer)
 
 
 def _layers(layers: Sequence[int] | None) -> tuple[int, ...]:
@@ -202,7 +208,9 @@ def _layers(layers: Sequence[int] | None) -> tuple[int, ...]:
     return () if layers is None else tuple(layers)
 
 
-def _attach(model: Any, config: AttachConfig) -> AttachedForCausalLM:
+def _attach(
+    model: Any, config: AttachConfig, tokenizer: PreTrainedTokenizerBase | None = None
+) -> AttachedForCausalLM:
     """Load and check the pretrained model, complete the configuration for it, and attach the memory."""
     source = None
     attached_folder.check_unattached(model)
@@ -213,19 +221,26 @@ def _attach(model: Any, config: AttachConfig) -> AttachedForCausalLM:
     attention, modules = attention_modules(model, config.attention)
     if any(hasattr(module, "remanence_layer") for module in modules):
         raise ValueError("base: expected a model without a memory, got one that has been attached to already")
-    config = config.for_model(pretrained.digest(model), attention, **pretrained.model_shape(model))
+    shape, known = pretrained.model_shape(model), None
+    if config.kind == "sentences":
+        tokenizer = tokenizer or (source or pretrained.PretrainedSource(model.name_or_path)).load_tokenizer()
+        known = chat_format(tokenizer)
+    config = config.for_model(pretrained.digest(model), attention, chat_format=known, **shape)
     found = Attached(model, config, source)
+    if tokenizer is not None and config.kind == "sentences":
+        flags = token_flags(tokenizer, shape["vocab_size"])
+        return AttachedForCausalLM(SentenceModel(found, flags)).train(model.training)
     if not found.family.is_supported:
         _check_logits(model, found)
     return AttachedForCausalLM(found).train(model.training)
 
 
-def detach(model: AttachedForCausalLM | Attached) -> Any:
+def detach(model: AttachedForCausalLM | Attached | SentenceModel) -> Any:
     """Undo `attach` and return the pretrained model: remove hooks, LoRA and the window, and make the same
     parameters trainable as before. The attached model cannot be used afterwards.
     """
     attached = model.model if isinstance(model, AttachedForCausalLM) else model
-    if not isinstance(attached, Attached):
+    if not isinstance(attached, Attached | SentenceModel):
         raise ValueError(
             f"model: expected what remanence.attach returns, got {short_repr(type(model).__name__)}"
         )

@@ -13,7 +13,7 @@ import hashlib
 import json
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol, TypedDict
+from typing import Any, Literal, NamedTuple, Protocol, TypedDict
 
 import torch
 from torch import Tensor, nn
@@ -101,6 +101,7 @@ def save(
         raise DivergedError(
             "state: expected finite numbers, got a memory that has diverged; it was not saved"
         )
+    state = state.saved()
     # Parts of a state may share memory, which safetensors refuses, so they are copied. Large stores never do.
     tensors = {
         name: tensor.detach().to("cpu", copy=tensor.nbytes <= LARGE).contiguous()
@@ -325,7 +326,7 @@ def fit_state(
         {name: entry_of(tensor) for name, tensor in tensors.items()},
     )
     template = model.state_template()
-    growing = _growing_tensors(template)
+    growing = _field_names(template, "growing")
     unbounded = {
         f"{path}.{stored_field(field)}" for path, part in parts(template) for field in part.minus_infinity
     }
@@ -346,8 +347,9 @@ def fit_state(
             raise ValueError(
                 f"{source}: {name}: expected an entry for each of the {longest} tokens read, got {got}"
             )
+    lag = sum(part.lag() for _, part in parts(state))
     for _, part in parts(state):
-        if not bool(torch.as_tensor(part.agrees(state.position)).all()):
+        if not bool(torch.as_tensor(part.agrees(state.position - lag + part.lag())).all()):
             kind = type(part).__name__
             raise ValueError(
                 f"{source}: its parts do not agree on the tokens read, or it has diverged ({kind})"
@@ -369,7 +371,8 @@ def _check_shapes(source: str, shapes: _StateLayout, entries: Mapping[str, Entry
     of the error messages.
     """
     template, places = shapes
-    likes, grown = dict(named_tensors(template)), _growing_tensors(template)
+    likes = dict(named_tensors(template))
+    grown = _field_names(template, "growing") | _field_names(template, "variable")
     wanted = {name: name for name in likes if not name.startswith(LAYER)}
     for name in wanted:
         if name not in entries:
@@ -399,9 +402,9 @@ def _check_shapes(source: str, shapes: _StateLayout, entries: Mapping[str, Entry
             raise ValueError(f"{source}: {name}: expected {kind}, got {entry.dtype}")
 
 
-def _growing_tensors(template: State) -> set[str]:
-    """Return the names of the tensors whose length grows with the text."""
-    return {f"{path}.{field}" for path, part in parts(template) for field in part.growing()}
+def _field_names(template: State, kind: Literal["growing", "variable"]) -> set[str]:
+    """Return the names of the tensors whose length grows with the text, or may be any."""
+    return {f"{path}.{field}" for path, part in parts(template) for field in getattr(part, kind)()}
 
 
 def assemble_state(template: State, tensors: dict[str, Tensor], device: torch.device) -> State:

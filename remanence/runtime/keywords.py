@@ -99,7 +99,19 @@ class KnnFields(TypedDict, total=False):
     shared: bool
 
 
-class AttachFields(MemoryFields, KnnFields, total=False):
-    """The fields of the memory that `attach` adds: those of `MemoryConfig` or, with ``kind="knn"``, of
-    `KnnConfig`.
+class SentenceFields(TypedDict, total=False):
+    """The fields of `SentenceConfig` whose names no other memory has."""
+
+    key_dim: int
+    recalled: int
+    longest: int
+    shortest: int
+    query: int
+    answer: int
+    rank: int
+
+
+class AttachFields(MemoryFields, KnnFields, SentenceFields, total=False):
+    """The fields of the memory that `attach` adds: those of `MemoryConfig`; with ``kind="knn"`` of `KnnConfig`,
+    with ``kind="sentences"`` of `SentenceConfig`.
     """

@@ -65,6 +65,16 @@ def _concat(nodes: Sequence[Any]) -> Any:
     return None if first is None else tuple(_concat(children) for children in zip(*nodes, strict=True))
 
 
+def _saved(node: Any) -> Any:
+    """Apply `TensorTuple.saved` to every state in a nested tuple."""
+    if isinstance(node, TensorTuple):
+        return node.saved()
+    if not isinstance(node, tuple):
+        return node
+    children = [_saved(child) for child in node]
+    return type(node)(*children) if hasattr(node, "_fields") else tuple(children)
+
+
 def _at(node: Any, position: list[int]) -> Any:
     """Apply `TensorTuple.at` to every state in a nested tuple."""
     if isinstance(node, TensorTuple):
@@ -116,6 +126,25 @@ class TensorTuple:
     def growing(self) -> tuple[str, ...]:
         """Return the names of the fields whose second axis has one entry for every token read."""
         return ()
+
+    def variable(self) -> tuple[str, ...]:
+        """Return the names of the fields whose second axis may have any length."""
+        return ()
+
+    def transient(self) -> tuple[str, ...]:
+        """Return the names of the fields that are not saved, as they can be computed from the others."""
+        return ()
+
+    def saved(self) -> Self:
+        """Return the state without transient fields, also in nested states."""
+        dropped = self.transient()
+        node: Any = self
+        fields = zip(node._fields, node, strict=True)
+        return type(self)(*[None if name in dropped else _saved(child) for name, child in fields])
+
+    def lag(self) -> Tensor | int:
+        """Return the number of last tokens of each row that only this part of a state has read ``[r]``."""
+        return 0
 
     def agrees(self, read: Tensor) -> Tensor | bool:
         """Whether the state of each row is consistent with having read this many tokens ``[r]``. Nested

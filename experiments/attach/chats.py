@@ -1,0 +1,208 @@
+"""Conversations to train and to test a memory of sentences: facts of many kinds in many wordings, and questions.
+
+A conversation is a list of items (`remanence.attached.sentences.training`): messages with answers, and plain text. In a
+test, the relations and passages are ones that training does not use.
+"""
+
+from __future__ import annotations
+
+import json
+import lzma
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from experiments.attach import more_passages, more_relations, relations
+from experiments.attach.conversations import HELD_OUT, _distinct, _of_kamel, _of_relations, _short, pick
+from remanence.attached.sentences.training import Exchange, Item
+
+Rng = np.random.Generator
+RELATIONS = [*relations.TRAIN, *more_relations.TRAIN]
+PASSAGES = [*relations.PASSAGES_TRAIN, *more_passages.PASSAGES_TRAIN]
+ACKS = [*relations.ACKS, *more_passages.ACKS]
+SMALLTALK = [*relations.SMALLTALK, *more_passages.SMALLTALK]
+UNKNOWN = [
+    "I don't know.",
+    "I don't know. You haven't told me.",
+    "I don't know, you never told me that.",
+    "I don't know. That has not come up yet.",
+]
+"""All of them say "I don't know", so that a program can recognise them."""
+SYSTEM = (
+    "<|im_start|>system\nYou are a helpful AI assistant named SmolLM, trained by Hugging Face<|im_end|>\n"
+)
+"""What the chat template of SmolLM2 writes in front of the first message."""
+
+
+class Asked(NamedTuple):
+    """A question of a test: its text, the value that a correct answer contains (empty: it was never stated), a label,
+    and the statement.
+    """
+
+    text: str
+    value: str
+    label: str
+    statement: str = ""
+
+
+class Test(NamedTuple):
+    """The messages that state facts, and the questions."""
+
+    said: list[str]
+    questions: list[Asked]
+
+
+class Chats:
+    """Draws conversations. `kamel` is the file of KAMEL's relations, `general` holds messages and answers that need no
+    memory.
+    """
+
+    def __init__(self, kamel: Path, general: list[tuple[str, str]]) -> None:
+        with lzma.open(kamel, "rt") as file:
+            known = [json.loads(line) for line in file]
+        self.kamel_held, self.kamel, self.general = known[:HELD_OUT], known[HELD_OUT:], general
+
+    def _fact(self, rng: Rng, *, held: bool) -> dict[str, Any]:
+        if rng.random() < (0.4 if held else 0.2):
+            return _of_kamel(rng, self.kamel_held if held else self.kamel)
+        return _of_relations(rng, relations.HELD if held else RELATIONS)
+
+    # Training.
+
+    def items(self, rng: Rng, books: np.ndarray, sizes: tuple[int, int] = (60, 400)) -> list[Item]:
+        """A conversation for training: statements alone or several in a message, in prose, in plain text; small talk,
+        corrections and part of a book between them; then, or among them, questions.
+        """
+        items: list[Item] = [SYSTEM] if rng.random() < 0.5 else []
+        asked: list[Exchange] = []
+        facts = _distinct(rng, int(rng.integers(2, 28)), lambda r: self._fact(r, held=False))
+        passages = int(rng.integers(1, 5)) if rng.random() < 0.7 else 0
+        drawn = [relations.draw_passage(rng, pick(rng, PASSAGES)) for _ in range(passages)]
+        values = [fact["value"].lower() for fact in facts]
+        plain = rng.random() < 0.12  # statements as text, without messages
+        groups: list[Any] = list(drawn)
+        place = 0
+        while place < len(facts):
+            several = int(rng.integers(1, 6)) if rng.random() < 0.6 else 1
+            groups.append(facts[place : place + several])
+            place += several
+        where: dict[int, int] = {}
+        early: list[Exchange] = []
+
+        def say(text: str) -> int:
+            items.append(f"{text}\n" if plain else Exchange(text, str(pick(rng, ACKS))))
+            return len(items) - 1
+
+        for number in rng.permutation(len(groups)).tolist():
+            group = groups[number]
+            if isinstance(group, dict):
+                index = say(group["text"])
+                asked += [
+                    Exchange(q["question"], self._answer(rng, q["answer_full"], q["answer_short"]), "question",
+                             ((index, group["values"][q["slot"]]),))
+                    for q in group["qas"]
+                ]  # fmt: skip
+            else:
+                stated = " ".join(fact["statement"] for fact in group)
+                index = say(relations.with_prefix(str(pick(rng, relations.STATE_PREFIXES)), stated))
+                where.update({id(fact): index for fact in group})
+            if rng.random() < 0.12:
+                items.append(Exchange(*pick(rng, SMALLTALK)))
+            elif rng.random() < 0.12:
+                items.append(Exchange(*pick(rng, self.general)))
+            if asked and rng.random() < 0.1:
+                early.append(asked.pop(int(rng.integers(len(asked)))))
+                items.append(early[-1])
+        changed: dict[int, int] = {}
+        for fact in facts:
+            if rng.random() < 0.15 and fact["other"].lower() not in values:
+                changed[id(fact)] = say(fact["update"](fact["other"]))
+        size = int(rng.integers(*sizes))
+        start = int(rng.integers(len(books) - size))
+        text = books[start : start + size]
+        if rng.random() < 0.5:
+            items.append(text)
+        else:
+            items += [f"<|im_start|>user\n{pick(rng, more_passages.READ)}\n", text]
+            items += [f"<|im_end|>\n<|im_start|>assistant\n{pick(rng, more_passages.DONE)}<|im_end|>\n"]
+        for fact in facts:
+            own = id(fact)
+            if own in changed:
+                new, full = fact["other"], fact["answer_full"]
+                answer = full.replace(fact["value"], new) if full and fact["value"] in full else new
+                asked.append(Exchange(fact["question"], answer, "question", ((changed[own], new),)))
+            elif fact.get("reverse") and rng.random() < 0.25 and values.count(fact["value"].lower()) == 1:
+                evidence = ((where[own], fact["subject"]),)
+                asked.append(Exchange(fact["reverse"], fact["reverse_answer"], "question", evidence))
+            else:
+                answer = self._answer(rng, fact["answer_full"], _short(fact))
+                asked.append(Exchange(fact["question"], answer, "question", ((where[own], fact["value"]),)))
+        stated_pairs = {(fact["id"], fact["subject"]) for fact in facts}
+        subjects = [fact["subject"] for fact in facts if fact["subject"]]
+        for _ in range(max(1, len(asked) // 6)):
+            question = self._never_stated(rng, stated_pairs, subjects)
+            if question:
+                asked.append(Exchange(question, str(pick(rng, UNKNOWN)), "unknown"))
+        for _ in range(max(1, len(asked) // 12)):
+            asked.append(Exchange(*pick(rng, self.general), "unknown"))
+        items += [asked[index] for index in rng.permutation(len(asked)).tolist()]
+        return items
+
+    @staticmethod
+    def _answer(rng: Rng, full: str | None, short: str) -> str:
+        return full if full and rng.random() < 0.8 else short
+
+    def _never_stated(
+        self, rng: Rng, stated: set[Any], subjects: list[str], *, held: bool = False
+    ) -> str | None:
+        """A question about a fact that was not stated, half of the time about a subject of which others were."""
+        fact = self._fact(rng, held=held)
+        if fact["source"] == "everyday" and subjects and rng.random() < 0.3:
+            known = {r.id: r for r in (relations.HELD if held else RELATIONS)}[fact["id"]]
+            same = [s for s in subjects if known.subject == "person" and s.istitle()]
+            if same:
+                fact = relations.draw(rng, known, subject=str(pick(rng, same))) | {"id": known.id}
+        pair = (fact["id"], fact["subject"])
+        return fact["question"] if pair not in stated and fact["subject"] else None
+
+    # Tests.
+
+    def test(self, rng: Rng, kind: str, count: int) -> Test:
+        """`kind`: "trained", "held out", "passages", "updates", "reversed" or "unknown". All but the first use
+        relations and passages that training has none of.
+        """
+        if kind == "passages":
+            chosen = rng.permutation(len(relations.PASSAGES_HELD))[:2]
+            drawn = [relations.draw_passage(rng, relations.PASSAGES_HELD[n]) for n in chosen]
+            asked = [
+                Asked(q["question"], q["answer_short"], "passage", p["text"]) for p in drawn for q in p["qas"]
+            ]
+            return Test([p["text"] for p in drawn], asked)
+        held = kind != "trained"
+        facts = _distinct(rng, count, lambda r: self._fact(r, held=held))
+        values = [fact["value"].lower() for fact in facts]
+        said = [
+            "Please remember this. " + " ".join(fact["statement"] for fact in facts[n : n + 4])
+            for n in range(0, len(facts), 4)
+        ]
+        asked = []
+        for fact in facts:
+            statement, label = fact["statement"], fact["source"]
+            if kind == "updates":
+                if rng.random() < 0.5 and fact["other"].lower() not in values:
+                    said.append(fact["update"](fact["other"]))
+                    asked.append(
+                        Asked(fact["question"], fact["other"], "update", f"{statement} / {said[-1]}")
+                    )
+            elif kind == "reversed":
+                if fact.get("reverse") and values.count(fact["value"].lower()) == 1:
+                    asked.append(Asked(fact["reverse"], fact["reverse_answer"], "reversed", statement))
+            elif kind != "unknown":
+                asked.append(Asked(fact["question"], _short(fact), label, statement))
+        if kind == "unknown":
+            stated = {(fact["id"], fact["subject"]) for fact in facts}
+            subjects = [fact["subject"] for fact in facts if fact["subject"]]
+            found = (self._never_stated(rng, stated, subjects, held=True) for _ in range(3 * count))
+            asked = [Asked(question, "", "unknown") for question in found if question][:count]
+        return Test(said, [asked[n] for n in rng.permutation(len(asked))])

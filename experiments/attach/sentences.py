@@ -1,0 +1,300 @@
+"""Train a memory of sentences for a pretrained model.
+
+    python -m experiments.attach.sentences prepare BASE.gguf --books BOOKS --kamel kamel.jsonl.xz --cache CACHE
+    python -m experiments.attach.sentences train BASE.gguf --cache CACHE --out FOLDER
+
+`BOOKS` is a folder with ``*.txt.xz``; the three in `HELD_BOOKS` are for tests only. `prepare` writes all that training
+reads beside the pretrained model: tokens of books, relations, replies of the pretrained model to general questions, and
+the tokenizer. Training can be stopped at any time and continues from its last checkpoint.
+`experiments/attach/sentence_tests.py` measures the result.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import lzma
+import queue
+import re
+import shutil
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+import remanence
+from experiments.attach.chats import SYSTEM, UNKNOWN, Chats, pick
+from remanence.attached.sentences.config import SentenceConfig
+from remanence.attached.sentences.segments import Segmenter
+from remanence.attached.sentences.training import _read, _spans, answer_loss, chat_row
+from remanence.io.files import write_json
+
+FACTS = Path(__file__).parent / "facts"
+HELD_BOOKS = ("great-expectations", "moby-dick", "frankenstein")
+DTYPE = torch.bfloat16
+
+
+class Source:
+    """What rows are drawn from, without the pretrained model: the tokenizer, the segmenter, books and conversations.
+
+    It has `sentences` and `segmenter` like a `SentenceModel`.
+    """
+
+    def __init__(self, cache: Path) -> None:
+        from tokenizers import Tokenizer
+
+        known = json.loads((cache / "config.json").read_text())
+        self.sentences = SentenceConfig(**known)
+        self.segmenter = Segmenter(self.sentences, np.load(cache / "flags.npy"))
+        self.tokenizer = Tokenizer.from_file(str(cache / "tokenizer.json"))
+        general = [(each[0], each[1]) for each in json.loads((cache / "general.json").read_text())]
+        self.chats = Chats(cache / "kamel.jsonl.xz", general)
+        self.books = np.load(cache / "books-train.npy", mmap_mode="r")
+        self.held_books = np.load(cache / "books-held.npy", mmap_mode="r")
+
+    def encode(self, text: str) -> list[int]:
+        return list(self.tokenizer.encode(text, add_special_tokens=False).ids)
+
+    def decode(self, ids: list[int]) -> str:
+        return str(self.tokenizer.decode(ids, skip_special_tokens=False))
+
+    def rows(self, args: argparse.Namespace, number: int) -> list[Any]:
+        """The rows of a step."""
+        found = []
+        for n in range(args.rows):
+            rng = np.random.default_rng([args.seed, number, n])
+            items = self.chats.items(rng, self.books, (60, args.book))
+            found.append(chat_row(self, self.encode, self.decode, items, args.length))
+        return found
+
+
+_SOURCE: dict[Path, Source] = {}
+
+
+def _draw(args: argparse.Namespace, number: int) -> list[Any]:
+    if args.cache not in _SOURCE:
+        _SOURCE[args.cache] = Source(args.cache)
+    return _SOURCE[args.cache].rows(args, number)
+
+
+def batches(args: argparse.Namespace, first: int) -> Iterator[list[Any]]:
+    """The rows of each step from `first` on, drawn by other processes."""
+    ready: queue.Queue[Any] = queue.Queue(4)
+
+    def feed() -> None:
+        with ProcessPoolExecutor(args.workers, mp_context=get_context("spawn")) as pool:
+            waiting: list[Any] = []
+            for number in range(first, args.steps):
+                waiting.append(pool.submit(_draw, args, number))
+                if len(waiting) == 3 * args.workers:
+                    ready.put(waiting.pop(0).result())
+            for job in waiting:
+                ready.put(job.result())
+
+    threading.Thread(target=feed, daemon=True).start()
+    for _ in range(first, args.steps):
+        yield ready.get()
+
+
+# ------------------------------------------------------------------ preparation
+
+
+def book_texts(folder: Path, *, held: bool) -> Iterator[str]:
+    """The texts of books for training, or of those for tests."""
+    for path in sorted(folder.glob("*.txt.xz")):
+        if any(name in path.name for name in HELD_BOOKS) == held:
+            with lzma.open(path, "rt", encoding="utf-8") as file:
+                yield file.read()
+
+
+def prepare(args: argparse.Namespace) -> None:
+    model = remanence.attach(args.base, kind="sentences", window=512).model
+    tokenizer = model.pretrained_tokenizer()
+    args.cache.mkdir(parents=True, exist_ok=True)
+    model.source.load_tokenizer().save_pretrained(args.cache)
+    write_json(args.cache / "config.json", model.config.to_dict()["sentences"])
+    np.save(args.cache / "flags.npy", model.flags.numpy())
+    shutil.copyfile(args.kamel, args.cache / "kamel.jsonl.xz")
+    for name, held, characters in (("train", False, 400_000), ("held", True, 2_000_000)):
+        parts = [
+            np.array(tokenizer.encode(t[:characters]), np.uint16) for t in book_texts(args.books, held=held)
+        ]
+        np.save(args.cache / f"books-{name}.npy", np.concatenate(parts))
+    model.attached.window = None
+    prompts = (FACTS / "general.txt").read_text().splitlines()
+    own = replies(model, tokenizer.encode, lambda ids: tokenizer.decode(list(ids)), prompts)
+    write_json(args.cache / "general.json", list(zip(prompts, own, strict=True)))
+
+
+@torch.no_grad()
+def replies(model: Any, encode: Any, decode: Any, prompts: list[str], most: int = 56) -> list[str]:
+    """The greedy replies of the pretrained model, cut behind the last sentence that fits."""
+    found = []
+    for start in range(0, len(prompts), 32):
+        some = [
+            encode(f"{SYSTEM}<|im_start|>user\n{p}<|im_end|>\n<|im_start|>assistant\n")
+            for p in prompts[start : start + 32]
+        ]
+        longest = max(map(len, some))
+        ids = torch.tensor([[2] * (longest - len(x)) + x for x in some])
+        seen = torch.tensor([[0] * (longest - len(x)) + [1] * len(x) for x in some])
+        out = model.base.generate(
+            input_ids=ids, attention_mask=seen, max_new_tokens=most, do_sample=False, repetition_penalty=1.1,
+            pad_token_id=2, eos_token_id=2,
+        )  # fmt: skip
+        for row in out[:, longest:].tolist():
+            if 2 in row:
+                found.append(decode(row[: row.index(2)]).strip())
+                continue
+            text = decode(row).strip()
+            ends = [m.end() for m in re.finditer(r"[.!?](?=\s|$)", text)]
+            found.append(text[: ends[-1]] if ends else text)
+    return found
+
+
+# ------------------------------------------------------------------ training
+
+
+@torch.no_grad()
+def draw_distractors(model: Any, source: Source, rng: np.random.Generator) -> tuple[Tensor, Tensor]:
+    """Sentences of books as hidden states and masks (see `answer_loss`)."""
+    found = []
+    for _ in range(16):
+        start = int(rng.integers(len(source.books) - 768))
+        ids = source.books[start : start + 768].astype(np.int64)
+        row = chat_row(source, source.encode, source.decode, [ids], len(ids))
+        hidden, _ = _read(model, [row])
+        found.append(_spans(hidden, [(0, a, b) for a, b in row.sentences], model.sentences.longest))
+    return torch.cat([x for x, _ in found]), torch.cat([inside for _, inside in found])
+
+
+def set_statistics(model: Any, rows: list[Any]) -> None:
+    """Set the mean and deviation by which the encoder standardises hidden states."""
+    with torch.no_grad():
+        hidden, _ = _read(model, rows)
+    flat = torch.cat([x[8 : len(row.tokens)] for x, row in zip(hidden, rows, strict=True)]).float()
+    model.encoder.mean.data.copy_(flat.mean(0))
+    model.encoder.deviation.data.copy_(flat.std(0) + 1e-3)
+
+
+def untrained(args: argparse.Namespace) -> Any:
+    """The pretrained model with a new memory, ready for training."""
+    torch.manual_seed(args.seed)
+    made = remanence.attach(args.base, kind="sentences", window=512, rank=args.rank, recalled=args.recalled)
+    model = made.model.to(args.device)
+    model.base.to(DTYPE)
+    model.attached.window = None  # rows are read with a mask of their own
+    return model
+
+
+def train(args: argparse.Namespace) -> None:
+    torch.set_num_threads(2)
+    args.out.mkdir(parents=True, exist_ok=True)
+    model, source = untrained(args), Source(args.cache)
+    x, inside = draw_distractors(model, source, np.random.default_rng(args.seed))
+    parameters = [p for _, p in model.saved_parameters() if p.requires_grad]
+    groups = [
+        {"params": [p for p in model.encoder.parameters() if p.requires_grad], "lr": args.encoder_lr},
+        {"params": list(model.adapter.parameters()), "lr": args.lr},
+    ]
+    optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.98), weight_decay=0.01)
+    rates = [args.encoder_lr, args.lr]
+    checkpoint, log = args.out / "checkpoint.pt", []
+    first, spent = 0, 0.0
+    if checkpoint.exists():
+        saved = torch.load(checkpoint, weights_only=True, map_location=args.device)
+        first, spent, log = saved["step"], saved["seconds"], saved["log"]
+        for name, parameter in model.saved_parameters():
+            parameter.data.copy_(saved["weights"][name])
+        optimizer.load_state_dict(saved["optimizer"])
+    else:
+        set_statistics(model, source.rows(args, 10**6))
+    encode_unknown = lambda rng: [*source.encode(str(pick(rng, UNKNOWN))), model.sentences.format.end]
+    feed = batches(args, first)
+    rows = next(feed)
+    started, call, recent, step = time.time() - spent, time.time(), [], first
+    for number in range(first, args.steps):
+        progress = max(number / args.steps, (time.time() - started) / args.seconds)
+        if progress >= 1 or time.time() - call > args.pause:
+            break
+        rate = min(1, (number + 1) / args.warmup) * min(1, max(0.02, (1 - progress) / args.decay))
+        for group, own in zip(optimizer.param_groups, rates, strict=True):
+            group["lr"] = own * rate
+        rng = np.random.default_rng([args.seed, number, 10**6])
+        some = torch.from_numpy(rng.permutation(len(x))[:96]).to(x.device)
+        losses = answer_loss(
+            model, rows, rng, answers=args.answers, unknown=encode_unknown, part=args.part,
+            distractors=(x[some], inside[some]),
+        )  # fmt: skip
+        nn.utils.clip_grad_norm_(parameters, 1.0)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        recent.append(losses)
+        step = number + 1
+        if len(recent) == args.every:
+            mean = np.mean([each[:3] for each in recent], 0).tolist()
+            count, tokens = np.sum([each[3:] for each in recent], 0).tolist()
+            log.append([step, time.time() - started, *mean, count])
+            recent = []
+            print(f"seed {args.seed} step {step} {log[-1][1]:.0f} s: addressing {mean[0]:.3f}, {mean[1]:.3f} first; "
+                  f"reading {mean[2]:.4f} nats; {count} answers, {tokens} tokens", flush=True)  # fmt: skip
+        if step < args.steps:
+            rows = next(feed)
+    save(model, optimizer, {"step": step, "seconds": time.time() - started, "log": log}, args)
+
+
+def save(model: Any, optimizer: Any, progress: dict[str, Any], args: argparse.Namespace) -> None:
+    """Write a checkpoint, and the model folder with parameters in bfloat16."""
+    weights = {name: p.detach().clone() for name, p in model.saved_parameters()}
+    new = args.out / "checkpoint.new"
+    torch.save(progress | {"weights": weights, "optimizer": optimizer.state_dict()}, new)
+    new.rename(args.out / "checkpoint.pt")
+    for _, parameter in model.saved_parameters():
+        if parameter.is_floating_point():
+            parameter.data = parameter.data.to(torch.bfloat16)
+    model.attached.window = model.config.window
+    model.save(args.out / "model")
+    settings = {name: str(value) for name, value in vars(args).items() if name != "run"}
+    write_json(args.out / "log.json", {"settings": settings, "log": progress["log"]})
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    commands = parser.add_subparsers(required=True)
+    own = commands.add_parser("prepare")
+    own.set_defaults(run=prepare)
+    own.add_argument("base", type=Path)
+    for name in ("books", "kamel", "cache"):
+        own.add_argument(f"--{name}", type=Path, required=True)
+    own = commands.add_parser("train")
+    own.set_defaults(run=train)
+    own.add_argument("base", type=Path)
+    for name in ("cache", "out"):
+        own.add_argument(f"--{name}", type=Path, required=True)
+    for name, value in {"steps": 3000, "rows": 16, "answers": 14, "part": 128, "length": 1152, "book": 400, "rank": 16,
+                        "recalled": 5, "warmup": 30, "every": 25, "workers": 4, "seed": 0}.items():  # fmt: skip
+        own.add_argument(f"--{name}", type=int, default=value)
+    for name, value in {
+        "seconds": 3600.0,
+        "pause": 1e9,
+        "lr": 1e-3,
+        "encoder-lr": 1e-3,
+        "decay": 0.5,
+    }.items():
+        own.add_argument(f"--{name}", type=float, default=value)
+    own.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    args = parser.parse_args()
+    args.run(args)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,68 @@
+"""What a tokenizer says about a chat and about the ends of sentences."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from remanence.attached.sentences.config import ChatFormat
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+END, NEWLINE, OPENS, SPECIAL = 1, 2, 4, 8
+"""Flags of a token: it ends with a full stop, question mark or exclamation mark; contains a line break; can be the
+first of a sentence; belongs to the chat format.
+"""
+
+RECALL = "From memory:\n"
+"""The text before recalled sentences."""
+
+MARKS = {
+    "<|im_start|>": ("<|im_start|>user\n", "<|im_start|>assistant\n", "<|im_end|>", "<|im_start|>system\n"),
+    "<start_of_turn>": (
+        "<start_of_turn>user\n",
+        "<start_of_turn>model\n",
+        "<end_of_turn>",
+        "<start_of_turn>user\n",
+    ),
+}
+"""For each mark that starts a message: the texts before a user's message, before an answer, after a message, and before
+recalled sentences.
+"""
+
+
+def chat_format(tokenizer: PreTrainedTokenizerBase) -> ChatFormat | None:
+    """The token ids around messages; None if the tokenizer has no chat marks that are known."""
+    encode = lambda text: tuple(tokenizer.encode(text, add_special_tokens=False))
+    for mark, (user, assistant, end, recall) in MARKS.items():
+        if len(encode(mark)) == len(encode(end)) == len(encode("\n")) == 1:
+            return ChatFormat(
+                user=encode(user),
+                assistant=encode(assistant),
+                end=encode(end)[0],
+                newline=encode("\n")[0],
+                recall_start=encode(f"{end}\n{recall}{RECALL}"),
+                recall_end=encode(f"{end}\n{assistant}"),
+            )
+    return None
+
+
+def token_flags(tokenizer: PreTrainedTokenizerBase, size: int) -> np.ndarray:
+    """The flags of every token ``[v]``."""
+    flags = np.zeros(size, np.uint8)
+    special = set(tokenizer.all_special_ids) | set(tokenizer.get_added_vocab().values())
+    tokens = tokenizer.convert_ids_to_tokens(list(range(min(size, len(tokenizer)))))
+    for index, token in enumerate(tokens):
+        if index in special:
+            flags[index] = SPECIAL | OPENS
+            continue
+        text = (token or "").replace("Ġ", " ").replace("Ċ", "\n").replace("▁", " ")
+        ends = text.rstrip("\"')*_\u201d\u2019")[-1:]
+        flags[index] = (
+            END * (ends in (".", "?", "!") and ends != "")
+            | NEWLINE * ("\n" in text)
+            | OPENS * (text[:1] in (" ", "\n"))
+        )
+    return flags
