@@ -15,7 +15,7 @@ import numpy as np
 
 from experiments.attach import more_passages, more_relations, relations
 from experiments.attach.conversations import HELD_OUT, _distinct, _of_kamel, _of_relations, _short, pick
-from remanence.attached.sentences.training import Exchange, Item
+from remanence.attached.sentences.training import AnswerKind, Exchange, Item
 
 Rng = np.random.Generator
 RELATIONS = [*relations.TRAIN, *more_relations.TRAIN]
@@ -29,6 +29,11 @@ UNKNOWN = [
     "I don't know. That has not come up yet.",
 ]
 """All of them say "I don't know", so that a program can recognise them."""
+BEFORE_QUESTIONS = [
+    "Quick question:", "Hey,", "Remind me:", "Do you remember this?", "Tell me,", "By the way,", "One question.", "So,",
+    "Sorry, I forgot.", "Hi again!", "Okay.", "Thanks. And", "Help me out here.", "Just to be sure:", "Back to me.",
+    "Something else:", "I can't recall it.", "Good morning.", "Right,", "Do you know it?", "From what I told you:",
+]  # fmt: skip
 SYSTEM = (
     "<|im_start|>system\nYou are a helpful AI assistant named SmolLM, trained by Hugging Face<|im_end|>\n"
 )
@@ -36,12 +41,12 @@ SYSTEM = (
 
 
 class Asked(NamedTuple):
-    """A question of a test: its text, the value that a correct answer contains (empty: it was never stated), a label,
-    and the statement.
+    """A question of a test: its text, the values of which a correct answer contains one (none: it was never stated), a
+    label, and the statement.
     """
 
     text: str
-    value: str
+    values: tuple[str, ...]
     label: str
     statement: str = ""
 
@@ -58,7 +63,7 @@ class Chats:
     memory.
     """
 
-    def __init__(self, kamel: Path, general: list[tuple[str, str]]) -> None:
+    def __init__(self, kamel: Path, general: list[tuple[str, str, bool]]) -> None:
         with lzma.open(kamel, "rt") as file:
             known = [json.loads(line) for line in file]
         self.kamel_held, self.kamel, self.general = known[:HELD_OUT], known[HELD_OUT:], general
@@ -91,7 +96,8 @@ class Chats:
         early: list[Exchange] = []
 
         def say(text: str) -> int:
-            items.append(f"{text}\n" if plain else Exchange(text, str(pick(rng, ACKS))))
+            kind: AnswerKind = "context" if "?" in text else "chat"  # a request deserves more than "Okay."
+            items.append(f"{text}\n" if plain else Exchange(text, str(pick(rng, ACKS)), kind))
             return len(items) - 1
 
         for number in rng.permutation(len(groups)).tolist():
@@ -110,7 +116,7 @@ class Chats:
             if rng.random() < 0.12:
                 items.append(Exchange(*pick(rng, SMALLTALK)))
             elif rng.random() < 0.12:
-                items.append(Exchange(*pick(rng, self.general)))
+                items.append(self._general(rng))
             if asked and rng.random() < 0.1:
                 early.append(asked.pop(int(rng.integers(len(asked)))))
                 items.append(early[-1])
@@ -145,9 +151,24 @@ class Chats:
             if question:
                 asked.append(Exchange(question, str(pick(rng, UNKNOWN)), "unknown"))
         for _ in range(max(1, len(asked) // 12)):
-            asked.append(Exchange(*pick(rng, self.general), "unknown"))
-        items += [asked[index] for index in rng.permutation(len(asked)).tolist()]
+            asked.append(self._general(rng))
+        asked = [each._replace(user=self._in_context(rng, each.user)) for each in asked]
+        again = [asked[int(rng.integers(len(asked)))] for _ in range(int(rng.integers(0, 4)))]
+        items += [asked[index] for index in rng.permutation(len(asked)).tolist()] + again
         return items
+
+    @staticmethod
+    def _in_context(rng: Rng, question: str) -> str:
+        """A question as it is, or rarely behind some words or another sentence."""
+        draw = rng.random()
+        if draw < 0.08:
+            return f"{pick(rng, BEFORE_QUESTIONS)} {question}"
+        return f"{pick(rng, SMALLTALK)[0]} {question}" if draw < 0.12 else question
+
+    def _general(self, rng: Rng) -> Exchange:
+        """A message and an answer that need no memory."""
+        message, answer, complete = pick(rng, self.general)
+        return Exchange(message, answer, "unknown", ends=complete)
 
     @staticmethod
     def _answer(rng: Rng, full: str | None, short: str) -> str:
@@ -176,7 +197,9 @@ class Chats:
             chosen = rng.permutation(len(relations.PASSAGES_HELD))[:2]
             drawn = [relations.draw_passage(rng, relations.PASSAGES_HELD[n]) for n in chosen]
             asked = [
-                Asked(q["question"], q["answer_short"], "passage", p["text"]) for p in drawn for q in p["qas"]
+                Asked(q["question"], (q["answer_short"],), "passage", p["text"])
+                for p in drawn
+                for q in p["qas"]
             ]
             return Test([p["text"] for p in drawn], asked)
         held = kind != "trained"
@@ -193,16 +216,16 @@ class Chats:
                 if rng.random() < 0.5 and fact["other"].lower() not in values:
                     said.append(fact["update"](fact["other"]))
                     asked.append(
-                        Asked(fact["question"], fact["other"], "update", f"{statement} / {said[-1]}")
+                        Asked(fact["question"], (fact["other"],), "update", f"{statement} / {said[-1]}")
                     )
             elif kind == "reversed":
                 if fact.get("reverse") and values.count(fact["value"].lower()) == 1:
-                    asked.append(Asked(fact["reverse"], fact["reverse_answer"], "reversed", statement))
+                    asked.append(Asked(fact["reverse"], (fact["reverse_answer"],), "reversed", statement))
             elif kind != "unknown":
-                asked.append(Asked(fact["question"], _short(fact), label, statement))
+                asked.append(Asked(fact["question"], (_short(fact),), label, statement))
         if kind == "unknown":
             stated = {(fact["id"], fact["subject"]) for fact in facts}
             subjects = [fact["subject"] for fact in facts if fact["subject"]]
             found = (self._never_stated(rng, stated, subjects, held=True) for _ in range(3 * count))
-            asked = [Asked(question, "", "unknown") for question in found if question][:count]
+            asked = [Asked(question, (), "unknown") for question in found if question][:count]
         return Test(said, [asked[n] for n in rng.permutation(len(asked))])

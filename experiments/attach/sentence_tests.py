@@ -11,6 +11,8 @@ from __future__ import annotations
 import argparse
 import json
 import time
+from collections.abc import Iterator
+from itertools import groupby
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -26,6 +28,7 @@ from remanence.inference.reader import read
 from remanence.io.files import write_json
 from remanence.model import State
 
+FREE = json.loads((Path(__file__).parent / "facts" / "free_test.json").read_text())
 DAILY = json.loads((Path(__file__).parent / "facts" / "daily.json").read_text())
 FIRST = ["Alwin", "Bettina", "Corin", "Delphine", "Egbert", "Femke", "Gunnar", "Hedda", "Ignaz", "Jolanda", "Kasimir",
          "Liselotte", "Magnus", "Nele", "Ottilie", "Pascal", "Quirin", "Runa", "Severin", "Thekla"]  # fmt: skip
@@ -53,23 +56,35 @@ class Cell(NamedTuple):
 
 
 CELLS = [
-    Cell("held out", 20, 4000, 10),
-    Cell("passages", 20, 4000, 20),
-    Cell("reversed", 20, 4000, 24),
-    Cell("updates", 20, 4000, 20),
-    Cell("unknown", 20, 4000, 10),
     Cell("as written", 20, 4000, 10),
+    Cell("held out", 20, 4000, 10),
+    Cell("reversed", 20, 4000, 30),
+    Cell("free", 0, 4000, 50),
+    Cell("passages", 0, 4000, 30),
     Cell("trained", 20, 4000, 10),
+    Cell("updates", 20, 4000, 25),
+    Cell("unknown", 20, 4000, 10),
+    Cell("free unknown", 0, 4000, 50),
+    Cell("general", 20, 4000, 4),
+    Cell("asked before", 20, 4000, 10),
+    Cell("notes", 20, 4000, 10),
     Cell("held out", 60, 4000, 4),
     Cell("held out", 200, 4000, 2),
     Cell("held out", 20, 1000, 10),
-    Cell("held out", 20, 64000, 5),
-    Cell("held out", 20, 256000, 2),
+    Cell("held out", 20, 64000, 10),
+    Cell("held out", 20, 256000, 10),
     Cell("held out", 20, 4000, 10, "frozen"),
     Cell("held out", 20, 4000, 10, "fresh"),
     Cell("held out", 20, 4000, 10, "off"),
+    Cell("free", 0, 4000, 50, "frozen"),
+    Cell("free", 0, 4000, 50, "off"),
 ]
-"""Facts per conversation, tokens in between, and conversations."""
+"""Kind of questions, facts per conversation, tokens in between, and conversations.
+
+"free" are conversations written by an author who had not seen the data for training (`facts/free_test.json`); "asked
+before": every question was asked once already, without an answer; "notes": facts stated as plain text instead of
+messages; "general": questions that need no memory.
+"""
 
 
 def as_written(rng: np.random.Generator, count: int) -> Test:
@@ -86,7 +101,7 @@ def as_written(rng: np.random.Generator, count: int) -> Test:
         if question not in seen:
             seen.add(question)
             said.append(capital(fill(kind["statement"], value)))
-            asked.append(Asked(question, value, "as written", said[-1]))
+            asked.append(Asked(question, (value,), "as written", said[-1]))
     groups = [" ".join(said[n : n + 4]) for n in range(0, count, 4)]
     return Test(groups, [asked[n] for n in rng.permutation(count)])
 
@@ -95,68 +110,163 @@ def user(text: str) -> str:
     return f"<|im_start|>user\n{text}<|im_end|>\n<|im_start|>assistant\n"
 
 
+def free(number: int, *, unknown: bool) -> Test:
+    """A conversation of `facts/free_test.json`, with its questions or with those whose answer was never stated."""
+    own = FREE[number % len(FREE)]
+    if unknown:
+        return Test(own["said"], [Asked(text, (), "unknown") for text in own["unknown"]])
+    said = " / ".join(own["said"])
+    return Test(
+        own["said"], [Asked(q["text"], tuple(q["values"]), q["kind"], said) for q in own["questions"]]
+    )
+
+
+GENERAL = dict(
+    line.split(" = ")
+    for line in """What is the capital of Spain? = madrid
+Who wrote Hamlet? = shakespeare
+How many legs has a spider? = eight|8
+What is the capital of Italy? = rome
+What is 6 plus 7? = 13|thirteen
+Which planet do we live on? = earth
+What colour is grass? = green
+What is frozen water called? = ice
+In which country is Berlin? = germany
+Who was the first president of the United States? = washington
+What is the capital of Russia? = moscow
+How many days has a week? = seven|7
+What is H2O? = water
+Which animal says meow? = cat
+What is the capital of Egypt? = cairo
+Which language is spoken in Portugal? = portuguese
+What is the largest ocean? = pacific
+Who painted Guernica? = picasso
+What is the opposite of early? = late
+Translate "house" into Spanish. = casa""".splitlines()
+)
+"""Questions that need no memory, of which training has none, with texts that an answer contains."""
+
+
+def drawn_test(source: Source, cell: Cell, number: int, rng: np.random.Generator) -> Test:
+    """What is stated in a conversation, and its questions."""
+    if cell.kind == "as written":
+        return as_written(rng, cell.facts)
+    if cell.kind in ("free", "free unknown"):
+        return free(number, unknown=cell.kind == "free unknown")
+    kind = cell.kind if cell.kind in ("passages", "trained", "updates", "reversed", "unknown") else "held out"
+    test = source.chats.test(rng, kind, cell.facts)
+    if cell.kind == "general":
+        test = test._replace(
+            questions=[Asked(text, tuple(known.split("|")), "general") for text, known in GENERAL.items()]
+        )
+    return test
+
+
 def conversation(source: Source, cell: Cell, number: int) -> tuple[list[int], list[Asked]]:
     """The tokens of a conversation up to its questions, and the questions."""
     rng = np.random.default_rng([11, number, cell.facts])
-    test = (
-        as_written(rng, cell.facts)
-        if cell.kind == "as written"
-        else source.chats.test(rng, cell.kind, cell.facts)
-    )
-    front = source.encode(SYSTEM + "".join(f"{user(each)}Okay.<|im_end|>\n" for each in test.said))
+    test = drawn_test(source, cell, number, rng)
+    if cell.kind == "notes":
+        front = source.encode("".join(f"{each}\n" for each in test.said))
+    else:
+        front = source.encode(SYSTEM + "".join(f"{user(each)}Okay.<|im_end|>\n" for each in test.said))
     opened, closed = (
         source.encode("<|im_start|>user\nHere is a chapter.\n"),
         source.encode("<|im_end|>\n<|im_start|>assistant\nI have read it.<|im_end|>\n"),
     )
     start = int(rng.integers(max(1, len(source.held_books) - cell.distance)))
     book = source.held_books[start : start + cell.distance].tolist()
-    return [*front, *opened, *book, *closed], test.questions
+    asked = test.questions if cell.kind == "asked before" else []
+    again = source.encode("".join(f"{user(q.text)}One moment.<|im_end|>\n" for q in asked))
+    return [*front, *opened, *book, *closed, *again], test.questions
 
 
 @torch.no_grad()
-def score(model: Any, source: Source, cell: Cell, *, batch: int, examples: int = 6) -> dict[str, Any]:
-    """The row of one cell, with some wrong answers."""
-    began = time.time()
-    drawn = [conversation(source, cell, n) for n in range(cell.conversations)]
-    longest = max(len(ids) for ids, _ in drawn)
-    ids = torch.tensor([each + [0] * (longest - len(each)) for each, _ in drawn], device=model.device)
-    mask = torch.tensor([[True] * len(each) + [False] * (longest - len(each)) for each, _ in drawn]).to(
-        ids.device
-    )
-    states: list[State] = []
-    for n in range(0, len(drawn), 10):
-        own = None if bool(mask[n : n + 10].all()) else mask[n : n + 10]
-        states.append(read(model, ids[n : n + 10], mask=own, memory_mode=cell.mode).state)
-    state, read_in = State.concat(states), time.time() - began
-    asked = [(n, q) for n, (_, questions) in enumerate(drawn) for q in questions]
-    texts: list[str] = []
-    for n in range(0, len(asked), batch):
-        some = asked[n : n + batch]
-        texts += Generation(
-            model, [user(q.text) for _, q in some], Sampling(max_tokens=28, temperature=0.0, stop=("<|im_end|>", "\n")),
-            tokenizer=model.pretrained_tokenizer(), state=state.rows([row for row, _ in some]), memory_mode=cell.mode,
+def read_all(model: Any, texts: list[list[int]], mode: Mode, rows: int) -> State:
+    """The state of each conversation, read in batches of `rows`."""
+    states = []
+    for start in range(0, len(texts), rows):
+        some = texts[start : start + rows]
+        longest = max(map(len, some))
+        ids = torch.tensor([each + [0] * (longest - len(each)) for each in some], device=model.device)
+        mask = torch.tensor(
+            [[True] * len(each) + [False] * (longest - len(each)) for each in some], device=model.device
+        )
+        states.append(read(model, ids, mask=None if bool(mask.all()) else mask, memory_mode=mode).state)
+    return State.concat(states)
+
+
+@torch.no_grad()
+def answer_all(
+    model: Any, state: State, asked: list[tuple[int, Asked]], mode: Mode, batch: int
+) -> Iterator[str]:
+    """The greedy answers to questions, each with the number of its row."""
+    for start in range(0, len(asked), batch):
+        some = asked[start : start + batch]
+        yield from Generation(
+            model, [user(q.text) for _, q in some],
+            Sampling(max_tokens=28, temperature=0.0, stop=("<|im_end|>", "\n")),
+            tokenizer=model.pretrained_tokenizer(), state=state.rows([row for row, _ in some]), memory_mode=mode,
         ).run().texts  # fmt: skip
-    unknown = [is_unknown(text) for text in texts]
+
+
+def score(
+    model: Any, source: Source, cells: list[Cell], *, batch: int, rows: int, examples: int
+) -> list[dict[str, Any]]:
+    """The rows of cells with the same mode, which are measured together: conversations that several of them have are
+    read once.
+    """
+    began, mode = time.time(), cells[0].mode
+    texts: dict[tuple[int, ...], int] = {}
+    asked: list[tuple[int, Asked]] = []
+    counts = []
+    for cell in cells:
+        before = len(asked)
+        for number in range(cell.conversations):
+            ids, questions = conversation(source, cell, number)
+            row = texts.setdefault(tuple(ids), len(texts))
+            asked += [(row, q) for q in questions]
+        counts.append(len(asked) - before)
+    state = read_all(model, [list(ids) for ids in texts], mode, rows)
+    reading = time.time() - began
+    # Questions in the order of their lengths, so that few tokens of a batch are padding.
+    order = sorted(range(len(asked)), key=lambda n: len(asked[n][1].text))
+    answers = dict(zip(order, answer_all(model, state, [asked[n] for n in order], mode, batch), strict=True))
+    seconds = [round(reading, 1), round(time.time() - began, 1)]
+    found, place = [], 0
+    for cell, count in zip(cells, counts, strict=True):
+        own = [(asked[n][1], answers[n]) for n in range(place, place + count)]
+        place += count
+        found.append(result(cell, own, examples) | {"seconds": seconds})
+    return found
+
+
+def result(cell: Cell, answers: list[tuple[Asked, str]], examples: int) -> dict[str, Any]:
+    """The row of a cell, with some wrong answers."""
     correct = [
-        own if not q.value else q.value.lower() in text.lower()
-        for (_, q), text, own in zip(asked, texts, unknown, strict=True)
+        any(value.lower() in text.lower() for value in q.values) if q.values else is_unknown(text)
+        for q, text in answers
     ]
     labels: dict[str, list[int]] = {}
-    for (_, q), ok in zip(asked, correct, strict=True):
+    for (q, _), ok in zip(answers, correct, strict=True):
         labels.setdefault(q.label, []).append(int(ok))
     wrong = [
-        {"question": q.text, "value": q.value, "answer": text.strip(), "statement": q.statement}
-        for (_, q), text, ok in zip(asked, texts, correct, strict=True)
+        {"question": q.text, "values": q.values, "answer": text.strip(), "statement": q.statement}
+        for (q, text), ok in zip(answers, correct, strict=True)
         if not ok
     ]
     return {
-        **cell._asdict(),
-        "correct": sum(correct), "questions": len(correct),
+        **cell._asdict(), "correct": sum(correct), "questions": len(correct),
         "labels": {name: [sum(own), len(own)] for name, own in labels.items()},
-        "wrongly_unknown": sum(u for (_, q), u in zip(asked, unknown, strict=True) if q.value),
-        "seconds": [round(read_in, 1), round(time.time() - began, 1)],
+        "wrongly_unknown": sum(is_unknown(text) for q, text in answers if q.values),
         "examples": wrong[:examples],
     }  # fmt: skip
+
+
+def summary(row: dict[str, Any]) -> str:
+    cell = f"{row['kind']} {row['facts']} {row['distance']} {row['mode']}"
+    rest = f"{row['labels']}, wrongly unknown {row['wrongly_unknown']}, {row['seconds']} s"
+    return f"{cell}: {row['correct']} of {row['questions']} {rest}"
 
 
 def is_unknown(text: str) -> bool:
@@ -177,7 +287,10 @@ def main() -> None:
         "--recalled", type=int, help="number of recalled sentences instead of the model's own"
     )
     parser.add_argument("--examples", type=int, default=6)
-    parser.add_argument("--batch", type=int, default=100)
+    parser.add_argument(
+        "--batch", type=int, default=512, help="number of questions that are answered together"
+    )
+    parser.add_argument("--rows-at-once", type=int, default=50, help="conversations that are read together")
     parser.add_argument("--seconds", type=float, default=1e9)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     args = parser.parse_args()
@@ -186,19 +299,23 @@ def main() -> None:
     if args.recalled:
         object.__setattr__(model.sentences, "recalled", args.recalled)
     source, rows, began = Source(args.cache), [], time.time()
-    for number in range(len(CELLS)) if args.cells is None else args.cells:
-        cell = CELLS[number]
-        if args.conversations:
-            cell = cell._replace(conversations=args.conversations)
+    chosen = [CELLS[n] for n in (range(len(CELLS)) if args.cells is None else args.cells)]
+    if args.conversations:
+        chosen = [cell._replace(conversations=args.conversations) for cell in chosen]
+    group = lambda cell: (max(cell.distance, 4000), MODES.index(cell.mode), cell.distance)
+    for _, own in groupby(sorted(chosen, key=group), key=lambda cell: group(cell)[:2]):
         if time.time() - began > args.seconds:
             break
-        rows.append(score(model, source, cell, batch=args.batch, examples=args.examples))
-        own = rows[-1]
-        print(f"{cell.kind} {cell.facts} {cell.distance} {cell.mode}: {own['correct']} of {own['questions']} "
-              f"{own['labels']}, wrongly unknown {own['wrongly_unknown']}, {own['seconds']} s", flush=True)  # fmt: skip
+        cells = list(own)
+        parts = args.rows_at_once if cells[0].distance < 10000 else 10
+        for row in score(model, source, cells, batch=args.batch, rows=parts, examples=args.examples):
+            rows.append(row)
+            print(summary(row), flush=True)
         args.rows.parent.mkdir(parents=True, exist_ok=True)
         write_json(args.rows, {"model": str(args.model), "rows": rows})
 
+
+MODES = ("on", "frozen", "off", "fresh")
 
 if __name__ == "__main__":
     main()

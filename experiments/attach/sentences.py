@@ -1,12 +1,13 @@
 """Train a memory of sentences for a pretrained model.
 
     python -m experiments.attach.sentences prepare BASE.gguf --books BOOKS --kamel kamel.jsonl.xz --cache CACHE
+    python -m experiments.attach.sentences replies BASE.gguf --cache CACHE
     python -m experiments.attach.sentences train BASE.gguf --cache CACHE --out FOLDER
 
-`BOOKS` is a folder with ``*.txt.xz``; the three in `HELD_BOOKS` are for tests only. `prepare` writes all that training
-reads beside the pretrained model: tokens of books, relations, replies of the pretrained model to general questions, and
-the tokenizer. Training can be stopped at any time and continues from its last checkpoint.
-`experiments/attach/sentence_tests.py` measures the result.
+`BOOKS` is a folder with ``*.txt.xz``; the three in `HELD_BOOKS` are for tests only. `prepare` writes all
+that training reads beside the pretrained model: tokens of books, relations, general questions and the tokenizer;
+`replies` adds the pretrained model's own answers to these questions (faster on a GPU). Training can be stopped at any
+time and continues from its last checkpoint. `experiments/attach/sentence_tests.py` measures the result.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 import remanence
@@ -54,7 +56,7 @@ class Source:
         self.sentences = SentenceConfig(**known)
         self.segmenter = Segmenter(self.sentences, np.load(cache / "flags.npy"))
         self.tokenizer = Tokenizer.from_file(str(cache / "tokenizer.json"))
-        general = [(each[0], each[1]) for each in json.loads((cache / "general.json").read_text())]
+        general = [tuple(each) for each in json.loads((cache / "general.json").read_text())]
         self.chats = Chats(cache / "kamel.jsonl.xz", general)
         self.books = np.load(cache / "books-train.npy", mmap_mode="r")
         self.held_books = np.load(cache / "books-held.npy", mmap_mode="r")
@@ -127,35 +129,46 @@ def prepare(args: argparse.Namespace) -> None:
             np.array(tokenizer.encode(t[:characters]), np.uint16) for t in book_texts(args.books, held=held)
         ]
         np.save(args.cache / f"books-{name}.npy", np.concatenate(parts))
+    shutil.copyfile(FACTS / "general.txt", args.cache / "general.txt")
+
+
+def answer_general(args: argparse.Namespace) -> None:
+    """Write the pretrained model's own replies to general questions, as examples of answers without a memory."""
+    model = remanence.attach(args.base, kind="sentences", window=512).model.to(args.device)
+    tokenizer = model.pretrained_tokenizer()
     model.attached.window = None
-    prompts = (FACTS / "general.txt").read_text().splitlines()
+    prompts = (args.cache / "general.txt").read_text().splitlines()
     own = replies(model, tokenizer.encode, lambda ids: tokenizer.decode(list(ids)), prompts)
-    write_json(args.cache / "general.json", list(zip(prompts, own, strict=True)))
+    write_json(args.cache / "general.json", [[p, *each] for p, each in zip(prompts, own, strict=True)])
 
 
 @torch.no_grad()
-def replies(model: Any, encode: Any, decode: Any, prompts: list[str], most: int = 56) -> list[str]:
-    """The greedy replies of the pretrained model, cut behind the last sentence that fits."""
+def replies(
+    model: Any, encode: Any, decode: Any, prompts: list[str], most: int = 96
+) -> list[tuple[str, bool]]:
+    """The greedy replies of the pretrained model, and whether they ended within `most` tokens. Others are cut behind
+    the last sentence.
+    """
     found = []
-    for start in range(0, len(prompts), 32):
+    for start in range(0, len(prompts), 64):
         some = [
             encode(f"{SYSTEM}<|im_start|>user\n{p}<|im_end|>\n<|im_start|>assistant\n")
-            for p in prompts[start : start + 32]
+            for p in prompts[start : start + 64]
         ]
         longest = max(map(len, some))
-        ids = torch.tensor([[2] * (longest - len(x)) + x for x in some])
-        seen = torch.tensor([[0] * (longest - len(x)) + [1] * len(x) for x in some])
+        ids = torch.tensor([[2] * (longest - len(x)) + x for x in some], device=model.device)
+        seen = torch.tensor([[0] * (longest - len(x)) + [1] * len(x) for x in some], device=model.device)
         out = model.base.generate(
             input_ids=ids, attention_mask=seen, max_new_tokens=most, do_sample=False, repetition_penalty=1.1,
             pad_token_id=2, eos_token_id=2,
         )  # fmt: skip
         for row in out[:, longest:].tolist():
             if 2 in row:
-                found.append(decode(row[: row.index(2)]).strip())
+                found.append((decode(row[: row.index(2)]).strip(), True))
                 continue
             text = decode(row).strip()
             ends = [m.end() for m in re.finditer(r"[.!?](?=\s|$)", text)]
-            found.append(text[: ends[-1]] if ends else text)
+            found.append((text[: ends[-1]] if ends else text, False))
     return found
 
 
@@ -191,7 +204,17 @@ def untrained(args: argparse.Namespace) -> Any:
     model = made.model.to(args.device)
     model.base.to(DTYPE)
     model.attached.window = None  # rows are read with a mask of their own
+    if args.device == "cuda":
+        fuse_norms(model.base)
     return model
+
+
+def fuse_norms(base: nn.Module) -> None:
+    """Compute the norms of a pretrained model with one kernel each, which takes less time in training."""
+    for module in base.modules():
+        if type(module).__name__ == "LlamaRMSNorm":
+            weight, eps = module.weight, module.variance_epsilon
+            module.forward = lambda x, weight=weight, eps=eps: F.rms_norm(x, weight.shape, weight, eps)
 
 
 def train(args: argparse.Namespace) -> None:
@@ -204,7 +227,7 @@ def train(args: argparse.Namespace) -> None:
         {"params": [p for p in model.encoder.parameters() if p.requires_grad], "lr": args.encoder_lr},
         {"params": list(model.adapter.parameters()), "lr": args.lr},
     ]
-    optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.98), weight_decay=0.01)
+    optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.98), weight_decay=0.01, fused=args.device == "cuda")
     rates = [args.encoder_lr, args.lr]
     checkpoint, log = args.out / "checkpoint.pt", []
     first, spent = 0, 0.0
@@ -231,7 +254,7 @@ def train(args: argparse.Namespace) -> None:
         some = torch.from_numpy(rng.permutation(len(x))[:96]).to(x.device)
         losses = answer_loss(
             model, rows, rng, answers=args.answers, unknown=encode_unknown, part=args.part,
-            distractors=(x[some], inside[some]),
+            distractors=(x[some], inside[some]), window=None if rng.random() < 0.25 else 128,
         )  # fmt: skip
         nn.utils.clip_grad_norm_(parameters, 1.0)
         optimizer.step()
@@ -275,12 +298,17 @@ def main() -> None:
     own.add_argument("base", type=Path)
     for name in ("books", "kamel", "cache"):
         own.add_argument(f"--{name}", type=Path, required=True)
+    own = commands.add_parser("replies")
+    own.set_defaults(run=answer_general)
+    own.add_argument("base", type=Path)
+    own.add_argument("--cache", type=Path, required=True)
+    own.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     own = commands.add_parser("train")
     own.set_defaults(run=train)
     own.add_argument("base", type=Path)
     for name in ("cache", "out"):
         own.add_argument(f"--{name}", type=Path, required=True)
-    for name, value in {"steps": 3000, "rows": 16, "answers": 14, "part": 128, "length": 1152, "book": 400, "rank": 16,
+    for name, value in {"steps": 3000, "rows": 16, "answers": 14, "part": 128, "length": 1152, "book": 400, "rank": 32,
                         "recalled": 5, "warmup": 30, "every": 25, "workers": 4, "seed": 0}.items():  # fmt: skip
         own.add_argument(f"--{name}", type=int, default=value)
     for name, value in {

@@ -60,7 +60,7 @@ class SentenceConfig:
     head_dim: int = 96
     key_dim: int = 384
     recalled: int = 5
-    longest: int = 48
+    longest: int = 64
     shortest: int = 4
     query: int = 56
     answer: int = 512

@@ -40,9 +40,11 @@ class SpanEncoder(nn.Module):
         """Keys, or queries, of spans: hidden states ``[n l d]``, of which the tokens in `mask` ``[n l]`` belong to the
         span, to ``[n e]``.
         """
-        x = (x.float() - self.mean.float()) / self.deviation.float()
-        score = x @ (self.query_weight if query else self.key_weight).float()
+        dtype = torch.promote_types(x.dtype, torch.float32)  # float64 stays float64
+        own = lambda parameter: parameter.to(dtype)
+        x = (x.to(dtype) - own(self.mean)) / own(self.deviation)
+        score = x @ own(self.query_weight if query else self.key_weight)
         weight = score.masked_fill(~mask.unsqueeze(-1), -1e4).softmax(1)
-        value = (x @ self.value.float()).unflatten(-1, (self.heads, -1))
+        value = (x @ own(self.value)).unflatten(-1, (self.heads, -1))
         pooled = F.normalize(torch.einsum("nlh,nlhe->nhe", weight, value).flatten(1), dim=-1)
-        return F.normalize(pooled @ (self.query if query else self.key).float(), dim=-1)
+        return F.normalize(pooled @ own(self.query if query else self.key), dim=-1)

@@ -304,7 +304,7 @@ class SentenceModel(nn.Module):
         own = state.blocks[-1]
         found = []
         for row, count in enumerate(own.length.tolist()):
-            score = own.keys[row, :count].float() @ query[row]
+            score = own.keys[row, :count].to(query.dtype) @ query[row]
             order = score.argsort(descending=True, stable=True)
             found.append(list(zip(order.tolist(), score[order].tolist(), strict=True)))
         return found
@@ -583,7 +583,8 @@ class _Call:
         if not own.keys.shape[1]:
             return [[] for _ in rows]
         index = [row.index for row in rows]
-        score = torch.einsum("rne,re->rn", own.keys[index].float(), self.queries(index))
+        queries = self.queries(index)
+        score = torch.einsum("rne,re->rn", own.keys[index].to(queries.dtype), queries)
         allowed = torch.arange(own.keys.shape[1], device=score.device) < own.length[index].unsqueeze(-1)
         questions = [self._question(row.place, row.read) for row in rows]
         first, length = torch.tensor(questions, device=score.device).unbind(-1)

@@ -21,9 +21,11 @@ if TYPE_CHECKING:
     from remanence.attached.sentences.model import SentenceModel
 
 Encode = Callable[[str], list[int]]
-AnswerKind = Literal["question", "unknown", "chat"]
-"""What an answer is: the answer to a question about something that was stated; to one about something that was not; or
-a reply that needs no memory.
+LONG = 16
+"""Number of tokens from which on the weight of an answer in the loss no longer grows."""
+AnswerKind = Literal["question", "unknown", "chat", "context"]
+"""What an answer is: the answer to a question about something that was stated; to one about something that was not; a
+reply that needs no memory; or a reply that is not trained.
 """
 
 
@@ -31,13 +33,14 @@ class Exchange(NamedTuple):
     """A message of a user and the assistant's answer.
 
     `evidence` lists what states the answer: the index of an item of the conversation, and a text that its sentence
-    contains.
+    contains. `ends` is False for an answer that was cut: its end is not trained.
     """
 
     user: str
     answer: str
     kind: AnswerKind = "chat"
     evidence: tuple[tuple[int, str], ...] = ()
+    ends: bool = True
 
 
 Item = str | np.ndarray | Exchange
@@ -45,8 +48,8 @@ Item = str | np.ndarray | Exchange
 
 
 class Question(NamedTuple):
-    """An answer of a row: the span of its query, where the answer starts, its tokens with the end of the message, and
-    the indices of the sentences that state it.
+    """An answer of a row: the span of its query, where the answer starts, its tokens with the end of the message
+    (unless the answer was cut), and the indices of the sentences that state it.
     """
 
     query: tuple[int, int]
@@ -113,7 +116,7 @@ def chat_row(
             continue
         query_end = place.question_end
         query = (max(place.question_start, query_end - model.sentences.query), query_end)
-        answer = array[start : start + len(encode(item.answer)) + 1].tolist()
+        answer = array[start : start + len(encode(item.answer)) + item.ends].tolist()
         questions.append(Question(query, start, answer, item.kind, evidence))
     return ChatRow(array, sentences, questions)
 
@@ -141,7 +144,7 @@ class Losses(NamedTuple):
     found
         The share of questions whose nearest sentence states the answer.
     reading
-        The mean loss of the tokens of answers.
+        The mean loss of the tokens of answers. An answer of more than `LONG` tokens counts like one of so many.
     answers, tokens
         The number of answers, and of tokens that were read for them.
     """
@@ -188,16 +191,21 @@ def answer_loss(
         answer = question.answer if stated or unknown is None else unknown(rng)
         chosen.append((row, question, block, answer))
     chosen.sort(key=lambda each: len(each[2]) + len(each[3]))
-    total = sum(len(answer) for *_, answer in chosen)
+    lengths = torch.tensor([len(answer) for *_, answer in chosen], device=device)
+    weights = (LONG / lengths).clamp(max=1.0)
+    total = (lengths * weights).sum().clamp(min=1)
     reading, count = torch.zeros((), device=device), 0
     for start in range(0, len(chosen), part):
-        some = chosen[start : start + part]
-        nats, size = _reading(model, some, cache, window)
-        (nats / max(1, total)).backward()
-        reading, count = reading + nats.detach(), count + size
-    mean = float(reading) / max(1, total)
+        nats, size = _reading(model, chosen[start : start + part], cache, window)
+        mean = (nats * weights[start : start + part]).sum() / total
+        mean.backward()
+        reading, count = reading + mean.detach(), count + size
     return Losses(
-        0.0 if loss is None else float(loss.detach()), found / max(1, known), mean, len(chosen), count
+        0.0 if loss is None else float(loss.detach()),
+        found / max(1, known),
+        float(reading),
+        len(chosen),
+        count,
     )
 
 
@@ -295,13 +303,10 @@ def _addressing(
     reads: list[tuple[int, Question, list[int], bool]] = []
     number = 0
     for n, row in enumerate(rows):
-        order = rng.permutation(len(row.questions))
-        rank = {"question": 0, "unknown": 0, "chat": 1}
-        drawn = [
-            number + int(i)
-            for i in sorted(order, key=lambda i: rank[row.questions[i].kind] + 0.8 * rng.random())
-        ]
-        for i in drawn[:answers]:
+        trained = [i for i, question in enumerate(row.questions) if question.kind != "context"]
+        chance = rng.random(len(row.questions))  # replies that need no memory are drawn less often
+        drawn = sorted(trained, key=lambda i: chance[i] + 0.6 * (row.questions[i].kind == "chat"))
+        for i in (number + i for i in drawn[:answers]):
             question = questions[i][1]
             some, stated = [s - first[n] for s in nearest[i]], True
             if question.evidence:
@@ -331,7 +336,7 @@ def _reading(
     cache: Any,
     window: int | None = None,
 ) -> tuple[Tensor, int]:
-    """The summed loss of the tokens of answers, and the number of tokens that were read."""
+    """The summed loss of the tokens of each answer ``[n]``, and the number of tokens that were read."""
     from transformers.cache_utils import DynamicCache
 
     device = model.device
@@ -365,4 +370,6 @@ def _reading(
     select = torch.from_numpy(counted).to(device)
     logits = model.logits(hidden[:, :-1][select[:, :-1]]).float()
     targets = given[:, 1:][select[:, :-1]]
-    return F.cross_entropy(logits, targets, reduction="sum"), int(len(some) * longest)
+    owner = torch.from_numpy(counted.nonzero()[0]).to(device)
+    nats = logits.new_zeros(len(some)).index_add(0, owner, F.cross_entropy(logits, targets, reduction="none"))
+    return nats, int(len(some) * longest)
