@@ -242,7 +242,7 @@ def train(args: argparse.Namespace) -> None:
     encode_unknown = lambda rng: [*source.encode(str(pick(rng, UNKNOWN))), model.sentences.format.end]
     feed = batches(args, first)
     rows = next(feed)
-    started, call, recent, step = time.time() - spent, time.time(), [], first
+    started, call, saved_at, recent, step = time.time() - spent, time.time(), time.time(), [], first
     for number in range(first, args.steps):
         progress = max(number / args.steps, (time.time() - started) / args.seconds)
         if progress >= 1 or time.time() - call > args.pause:
@@ -270,22 +270,32 @@ def train(args: argparse.Namespace) -> None:
                   f"reading {mean[2]:.4f} nats; {count} answers, {tokens} tokens", flush=True)  # fmt: skip
         if step < args.steps:
             rows = next(feed)
-    save(model, optimizer, {"step": step, "seconds": time.time() - started, "log": log}, args)
+        if time.time() - saved_at > args.save_every:
+            save_checkpoint(model, optimizer, step, time.time() - started, log, args.out)
+            saved_at = time.time()
+    save_checkpoint(model, optimizer, step, time.time() - started, log, args.out)
+    save_model(model, log, args)
 
 
-def save(model: Any, optimizer: Any, progress: dict[str, Any], args: argparse.Namespace) -> None:
-    """Write a checkpoint, and the model folder with parameters in bfloat16."""
-    weights = {name: p.detach().clone() for name, p in model.saved_parameters()}
-    new = args.out / "checkpoint.new"
-    torch.save(progress | {"weights": weights, "optimizer": optimizer.state_dict()}, new)
-    new.rename(args.out / "checkpoint.pt")
+def save_checkpoint(
+    model: Any, optimizer: Any, step: int, seconds: float, log: list[Any], folder: Path
+) -> None:
+    """Write all that training continues from."""
+    weights = {name: p.detach() for name, p in model.saved_parameters()}
+    data = {"step": step, "seconds": seconds, "log": log, "weights": weights}
+    torch.save(data | {"optimizer": optimizer.state_dict()}, folder / "checkpoint.new")
+    (folder / "checkpoint.new").rename(folder / "checkpoint.pt")
+
+
+def save_model(model: Any, log: list[Any], args: argparse.Namespace) -> None:
+    """Write the model folder with parameters in bfloat16, and the log. The model is no longer trained after this."""
     for _, parameter in model.saved_parameters():
         if parameter.is_floating_point():
             parameter.data = parameter.data.to(torch.bfloat16)
     model.attached.window = model.config.window
     model.save(args.out / "model")
     settings = {name: str(value) for name, value in vars(args).items() if name != "run"}
-    write_json(args.out / "log.json", {"settings": settings, "log": progress["log"]})
+    write_json(args.out / "log.json", {"settings": settings, "log": log})
 
 
 def main() -> None:
@@ -314,6 +324,7 @@ def main() -> None:
     for name, value in {
         "seconds": 3600.0,
         "pause": 1e9,
+        "save-every": 120.0,
         "lr": 1e-3,
         "encoder-lr": 1e-3,
         "decay": 0.5,
