@@ -89,7 +89,7 @@ class Chats:
         groups: list[Any] = list(drawn)
         place = 0
         while place < len(facts):
-            several = int(rng.integers(1, 6)) if rng.random() < 0.6 else 1
+            several = int(rng.integers(1, 13 if rng.random() < 0.15 else 6)) if rng.random() < 0.6 else 1
             groups.append(facts[place : place + several])
             place += several
         where: dict[int, int] = {}
@@ -122,7 +122,7 @@ class Chats:
                 items.append(early[-1])
         changed: dict[int, int] = {}
         for fact in facts:
-            if rng.random() < 0.15 and fact["other"].lower() not in values:
+            if rng.random() < 0.2 and fact["other"].lower() not in values:
                 changed[id(fact)] = say(fact["update"](fact["other"]))
         size = int(rng.integers(*sizes))
         start = int(rng.integers(len(books) - size))

@@ -144,16 +144,16 @@ def answer_general(args: argparse.Namespace) -> None:
 
 @torch.no_grad()
 def replies(
-    model: Any, encode: Any, decode: Any, prompts: list[str], most: int = 96
+    model: Any, encode: Any, decode: Any, prompts: list[str], most: int = 96, batch: int = 640
 ) -> list[tuple[str, bool]]:
     """The greedy replies of the pretrained model, and whether they ended within `most` tokens. Others are cut behind
     the last sentence.
     """
     found = []
-    for start in range(0, len(prompts), 64):
+    for start in range(0, len(prompts), batch):
         some = [
             encode(f"{SYSTEM}<|im_start|>user\n{p}<|im_end|>\n<|im_start|>assistant\n")
-            for p in prompts[start : start + 64]
+            for p in prompts[start : start + batch]
         ]
         longest = max(map(len, some))
         ids = torch.tensor([[2] * (longest - len(x)) + x for x in some], device=model.device)
