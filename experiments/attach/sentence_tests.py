@@ -293,8 +293,9 @@ def main() -> None:
     parser.add_argument("--rows-at-once", type=int, default=50, help="conversations that are read together")
     parser.add_argument("--seconds", type=float, default=1e9)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="bfloat16")
     args = parser.parse_args()
-    dtype = torch.bfloat16 if args.device == "cuda" else torch.float32
+    dtype = getattr(torch, args.dtype)
     model = load(args.model, base=args.base, device=torch.device(args.device), dtype=dtype).eval()
     if args.recalled:
         object.__setattr__(model.sentences, "recalled", args.recalled)
