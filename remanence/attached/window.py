@@ -209,14 +209,10 @@ def blockwise_attention(
 
     On a CPU without gradients it computes in bfloat16 if the queries have this dtype, otherwise at least in float32.
     """
-    queries, groups, cached = q.shape[1], k.shape[2], k.shape[1] - q.shape[1]
-    fast = q.device.type == "cpu" and q.dtype == torch.bfloat16 and not torch.is_grad_enabled()
-    dtype = q.dtype if fast else torch.promote_types(q.dtype, torch.float32)
-    block = CPU_BLOCK if q.device.type == "cpu" else max(window // 2, 16)
+    queries, cached = q.shape[1], k.shape[1] - q.shape[1]
+    dtype, block = score_dtype(q), CPU_BLOCK if q.device.type == "cpu" else max(window // 2, 16)
     known = host_copy(position)
-    # Heads that share a key are put beside each other, as more queries of this key.
-    by_group = lambda x: x.unflatten(2, (groups, -1)).permute(0, 2, 3, 1, 4).flatten(2, 3).to(dtype)
-    by_key = lambda x: x.transpose(1, 2).to(dtype)
+    far = None if sinks is None else SeenSinks(*(x.transpose(1, 2).to(dtype) for x in sinks))
     pieces = []
     with torch.autocast(q.device.type, enabled=False):
         for start in range(0, queries, block):
@@ -226,27 +222,71 @@ def blockwise_attention(
                 bias = _band_bias(stop - start, window, dtype, q.device)
             else:
                 mask = causal_mask(stop - start, cached + start - begin, 0, position + start, window)
-                bias = _as_bias(mask, dtype)
+                bias = as_bias(mask, dtype)
             own = q[:, start:stop] * scaling
-            keys, values = (by_key(x[:, begin : cached + stop]) for x in (k, v))
-            score = _capped(by_group(own) @ keys.mT, cap)
-            score.unflatten(2, (-1, stop - start)).add_(bias[:, None, None])
-            if sinks is None:
-                y = score.softmax(-1) @ values
-            else:
+            keys, values = (x[:, begin : cached + stop].transpose(1, 2).to(dtype) for x in (k, v))
+            if far is not None:
                 part = None if rotation is None else (rotation[0][:, start:stop], rotation[1][:, start:stop])
                 place = position.unsqueeze(-1) + torch.arange(start, stop, device=q.device)
-                far = _capped(by_group(_rotated(own, part)) @ by_key(sinks[0]).mT, cap)
-                inside = place.unsqueeze(-1) - torch.arange(far.shape[-1], device=q.device) < window
-                far.unflatten(2, (-1, stop - start)).masked_fill_(inside[:, None, None], UNSEEN)
-                weight = torch.cat([far, score], -1).softmax(-1)
-                count = far.shape[-1]
-                y = weight[..., :count] @ by_key(sinks[1]) + weight[..., count:] @ values
-            pieces.append(y.unflatten(2, (-1, stop - start)).permute(0, 3, 1, 2, 4).flatten(2, 3))
+                far = far._replace(q=rotated(own, part), bias=sink_bias(place, far.k.shape[2], window, dtype))
+            pieces.append(window_softmax(own, keys, values, bias, far, cap))
     return torch.cat(pieces, 1).to(q.dtype)
 
 
-def _as_bias(mask: Tensor, dtype: torch.dtype) -> Tensor:
+class SeenSinks(NamedTuple):
+    """The first tokens of a text as seen by some queries: keys and values ``[r h s e]``, the rotated queries
+    ``[r t h e]``, and the bias of their scores ``[r t s]``.
+    """
+
+    k: Tensor
+    v: Tensor
+    q: Tensor | None = None
+    bias: Tensor | None = None
+
+
+def window_softmax(
+    q: Tensor, keys: Tensor, values: Tensor, bias: Tensor, sinks: SeenSinks | None, cap: float | None
+) -> Tensor:
+    """Attention of scaled queries ``[r t h e]`` over the first tokens and over other keys and values ``[r h s e]``, in
+    one softmax with the dtype of the keys. `bias` ``[r or 1, t, s]`` is added to the scores.
+    """
+    groups, queries = keys.shape[1], q.shape[1]
+
+    def scores(q: Tensor, k: Tensor, bias: Tensor) -> Tensor:
+        # Heads that share a key are put beside each other, as more queries of this key.
+        q = q.unflatten(2, (groups, -1)).permute(0, 2, 3, 1, 4).flatten(2, 3).to(k.dtype)
+        score = _capped(q @ k.mT, cap)
+        score.unflatten(2, (-1, queries)).add_(bias[:, None, None])
+        return score
+
+    near = scores(q, keys, bias)
+    if sinks is None:
+        y = near.softmax(-1) @ values
+    else:
+        assert sinks.q is not None and sinks.bias is not None
+        weight = torch.cat([scores(sinks.q, sinks.k, sinks.bias), near], -1).softmax(-1)
+        count = sinks.k.shape[2]
+        y = weight[..., :count] @ sinks.v + weight[..., count:] @ values
+    return y.unflatten(2, (-1, queries)).permute(0, 3, 1, 2, 4).flatten(2, 3)
+
+
+def score_dtype(q: Tensor) -> torch.dtype:
+    """The dtype of scores in `blockwise_attention` and decoding: bfloat16 for such queries on a CPU without gradients,
+    otherwise at least float32.
+    """
+    fast = q.device.type == "cpu" and q.dtype == torch.bfloat16 and not torch.is_grad_enabled()
+    return q.dtype if fast else torch.promote_types(q.dtype, torch.float32)
+
+
+def sink_bias(place: Tensor, count: int, window: int, dtype: torch.dtype) -> Tensor:
+    """The bias ``[r t s]`` of the scores of `count` first tokens for queries at positions `place` ``[r t]``: first
+    tokens that are still inside the window are masked.
+    """
+    left = place.unsqueeze(-1) - torch.arange(count, device=place.device) >= window
+    return torch.zeros(left.shape, dtype=dtype, device=place.device).masked_fill_(~left, UNSEEN)
+
+
+def as_bias(mask: Tensor, dtype: torch.dtype) -> Tensor:
     """A mask as numbers to add to scores: 0 where it is true, otherwise -inf."""
     return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill_(~mask, -torch.inf)
 
@@ -254,7 +294,7 @@ def _as_bias(mask: Tensor, dtype: torch.dtype) -> Tensor:
 @cached_by_size
 def _band_bias(queries: int, window: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     """The bias of a block of queries that all see a whole window ``[1 t s]``."""
-    return _as_bias(band_mask(queries, window, 0, device).unsqueeze(0), dtype)
+    return as_bias(band_mask(queries, window, 0, device).unsqueeze(0), dtype)
 
 
 def _capped(score: Tensor, cap: float | None) -> Tensor:
@@ -262,7 +302,7 @@ def _capped(score: Tensor, cap: float | None) -> Tensor:
     return score if cap is None else (score / cap).tanh() * cap
 
 
-def _rotated(q: Tensor, rotation: tuple[Tensor, Tensor] | None) -> Tensor:
+def rotated(q: Tensor, rotation: tuple[Tensor, Tensor] | None) -> Tensor:
     """Queries ``[r t h e]`` rotated to where they see the first tokens, at least in float32; None: unchanged."""
     q = q.to(torch.promote_types(q.dtype, torch.float32))
     return q if rotation is None else _rotate(q, rotation)
@@ -301,7 +341,7 @@ def _add_sinks(
     y, total = window_output[..., :-1], window_output[..., -1:]
     wide = torch.promote_types(q.dtype, torch.float32)
     with torch.autocast(q.device.type, enabled=False):
-        score = torch.einsum("rthe,rshe->rths", _rotated(q, rotation), k.to(wide)) * q.shape[-1] ** -0.5
+        score = torch.einsum("rthe,rshe->rths", rotated(q, rotation), k.to(wide)) * q.shape[-1] ** -0.5
         left = place.unsqueeze(-1) - torch.arange(k.shape[1], device=place.device) >= window
         score = score.masked_fill(~left.unsqueeze(2), UNSEEN)
         both = torch.logaddexp(total, score.logsumexp(-1, keepdim=True))

@@ -63,6 +63,12 @@ class _Row:
     def left(self) -> np.ndarray:
         return self.tokens[self.done :]
 
+    def extend_answer(self, tokens: Sequence[int], flags: np.ndarray) -> None:
+        """Add tokens to the open answer."""
+        if tokens:
+            self.pending = [*self.pending, *tokens]
+            self.place = self.place._replace(last=int(flags[tokens[-1]]))
+
 
 class SentenceModel(nn.Module):
     """A pretrained model with a memory of sentences: ``logits, state = model(tokens, state)``.
@@ -171,7 +177,16 @@ class SentenceModel(nn.Module):
         return self.attached.capture_unsupported_reason(carries)
 
     def decode_unsupported_reason(self, memory_mode: Mode) -> str | None:
+        if memory_mode == "off":
+            return "answers without a memory are read like other text"
         return self.attached.decode_unsupported_reason(memory_mode)
+
+    @property
+    def decoder_class(self) -> Any:
+        """The class that decodes answers token by token, in place."""
+        from remanence.attached.sentences.decoder import SentenceDecoder
+
+        return SentenceDecoder
 
     def state_template(self) -> State:
         return self.start(1).map(lambda tensor: torch.empty_like(tensor, device="meta"))
@@ -345,6 +360,20 @@ class SentenceModel(nn.Module):
         hidden = F.pad(hidden, (0, 0, max(0, own.hidden.shape[1] - hidden.shape[1]), 0))
         kept = kept._replace(hidden=hidden[:, -own.hidden.shape[1] :], recent=recent, answer=None)
         return State((*plain.blocks, kept), state.position)
+
+
+def with_answer_tokens(
+    model: SentenceModel, state: State, tokens: Sequence[Sequence[int]], answer: State
+) -> State:
+    """A state after more tokens of open answers, given for each row. `answer` is the pretrained model's state within
+    the answers after them.
+    """
+    none = _Document(np.zeros(0, np.int64), torch.zeros(0, dtype=torch.int64))
+    call = _Call(model, state, [none] * len(tokens), "on")
+    for row, ids in zip(call.rows, tokens, strict=True):
+        row.extend_answer(ids, model.segmenter.flags)
+    call.own = call.own._replace(answer=answer)
+    return call.state()
 
 
 class _Document(NamedTuple):
@@ -635,9 +664,8 @@ class _Call:
         trace = self._continue_answers(rows, given)
         for number, (row, tokens) in enumerate(zip(rows, given, strict=True)):
             row.hidden.append(trace.hidden[number, : len(tokens)])
-            row.pending, row.done = row.pending + tokens.tolist(), row.done + len(tokens)
-            last = int(self.model.segmenter.flags[tokens[-1]])
-            row.place = row.place._replace(last=last)
+            row.done += len(tokens)
+            row.extend_answer(tokens.tolist(), self.model.segmenter.flags)
 
     def _continue_answers(self, rows: list[_Row], tokens: list[np.ndarray]) -> Trace:
         """Read tokens of open answers with the adapter."""
