@@ -17,7 +17,14 @@ from remanence.attached.model import Attached
 from remanence.attached.sentences.config import ChatFormat, SentenceConfig
 from remanence.attached.sentences.model import SentenceModel, recalled_context
 from remanence.attached.sentences.segments import ANSWER, OTHER, TEXT, Position
-from remanence.attached.sentences.training import ChatRow, Exchange, _read, _reading, answer_loss, chat_row
+from remanence.attached.sentences.training import (
+    ChatRow,
+    Exchange,
+    _reading,
+    answer_loss,
+    chat_row,
+    read_rows,
+)
 from remanence.attached.sentences.vocabulary import END, NEWLINE, OPENS, SPECIAL
 from remanence.causal_model import CausalModel
 from remanence.inference import memfile
@@ -423,7 +430,7 @@ def test_the_training_loss_is_that_of_the_model():
     model = sentence_model(sinks=0, longest=30)
     row = rows_for_training(model)
     with torch.no_grad(), own_masks(model):
-        _, cache = _read(model, [row, row])
+        _, cache = read_rows(model, [row, row])
     for question in row.questions:
         start, ids = question.start, torch.from_numpy(row.tokens)[None]
         with torch.no_grad():
