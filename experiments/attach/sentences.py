@@ -32,10 +32,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import remanence
-from experiments.attach.chats import SYSTEM, UNKNOWN, Chats, pick
+from experiments.attach.chats import SYSTEM, UNKNOWN, Chats, in_format, pick
 from remanence.attached.sentences.config import SentenceConfig
 from remanence.attached.sentences.segments import Segmenter
 from remanence.attached.sentences.training import _spans, addressing_loss, answer_loss, chat_row, read_rows
+from remanence.attached.sentences.vocabulary import MARKS
 from remanence.io.files import write_json
 
 FACTS = Path(__file__).parent / "facts"
@@ -56,13 +57,14 @@ class Source:
         self.sentences = SentenceConfig(**known)
         self.segmenter = Segmenter(self.sentences, np.load(cache / "flags.npy"))
         self.tokenizer = Tokenizer.from_file(str(cache / "tokenizer.json"))
+        self.vocabulary = self.tokenizer.get_vocab()
         general = [tuple(each) for each in json.loads((cache / "general.json").read_text())]
         self.chats = Chats(cache / "kamel.jsonl.xz", general)
         self.books = np.load(cache / "books-train.npy", mmap_mode="r")
         self.held_books = np.load(cache / "books-held.npy", mmap_mode="r")
 
     def encode(self, text: str) -> list[int]:
-        return list(self.tokenizer.encode(text, add_special_tokens=False).ids)
+        return list(self.tokenizer.encode(in_format(text, self.vocabulary), add_special_tokens=False).ids)
 
     def decode(self, ids: list[int]) -> str:
         return str(self.tokenizer.decode(ids, skip_special_tokens=False))
@@ -126,7 +128,7 @@ def prepare(args: argparse.Namespace) -> None:
     shutil.copyfile(args.kamel, args.cache / "kamel.jsonl.xz")
     for name, held, characters in (("train", False, 400_000), ("held", True, 2_000_000)):
         parts = [
-            np.array(tokenizer.encode(t[:characters]), np.uint16) for t in book_texts(args.books, held=held)
+            np.array(tokenizer.encode(t[:characters]), np.uint32) for t in book_texts(args.books, held=held)
         ]
         np.save(args.cache / f"books-{name}.npy", np.concatenate(parts))
     shutil.copyfile(FACTS / "general.txt", args.cache / "general.txt")
@@ -136,41 +138,46 @@ def answer_general(args: argparse.Namespace) -> None:
     """Write the pretrained model's own replies to general questions, as examples of answers without a memory."""
     model = remanence.attach(args.base, kind="sentences", window=512).model.to(args.device)
     model.base.to(DTYPE)
-    tokenizer = model.pretrained_tokenizer()
+    tokenizer, (user, assistant, end, _) = model.pretrained_tokenizer(), model_marks(model)
     model.attached.window = None
     prompts = (args.cache / "general.txt").read_text().splitlines()
-    own = replies(model, tokenizer.encode, lambda ids: tokenizer.decode(list(ids)), prompts)
-    write_json(args.cache / "general.json", [[p, *each] for p, each in zip(prompts, own, strict=True)])
+    system = SYSTEM if "<|im_start|>" in user else ""
+    asked = [tokenizer.encode(f"{system}{user}{prompt}{end}\n{assistant}") for prompt in prompts]
+    found: list[list[Any]] = []
+    for start in range(0, len(asked), args.batch):
+        for own in continuations(model, asked[start : start + args.batch], args.tokens):
+            found.append(
+                [prompts[len(found)], *whole_sentences(tokenizer.decode(own), len(own) < args.tokens)]
+            )
+        print(f"{len(found)} of {len(asked)}", flush=True)
+    write_json(args.cache / "general.json", found)
+
+
+def model_marks(model: Any) -> tuple[str, str, str, str]:
+    """The texts around messages in the chat format of a model (see `vocabulary.MARKS`)."""
+    decode = model.pretrained_tokenizer().decode
+    return next(known for known in MARKS.values() if known[0] == decode(list(model.sentences.format.user)))
 
 
 @torch.no_grad()
-def replies(
-    model: Any, encode: Any, decode: Any, prompts: list[str], most: int = 96, batch: int = 640
-) -> list[tuple[str, bool]]:
-    """The greedy replies of the pretrained model, and whether they ended within `most` tokens. Others are cut behind
-    the last sentence.
-    """
-    found = []
-    for start in range(0, len(prompts), batch):
-        some = [
-            encode(f"{SYSTEM}<|im_start|>user\n{p}<|im_end|>\n<|im_start|>assistant\n")
-            for p in prompts[start : start + batch]
-        ]
-        longest = max(map(len, some))
-        ids = torch.tensor([[2] * (longest - len(x)) + x for x in some], device=model.device)
-        seen = torch.tensor([[0] * (longest - len(x)) + [1] * len(x) for x in some], device=model.device)
-        out = model.base.generate(
-            input_ids=ids, attention_mask=seen, max_new_tokens=most, do_sample=False, repetition_penalty=1.1,
-            pad_token_id=2, eos_token_id=2,
-        )  # fmt: skip
-        for row in out[:, longest:].tolist():
-            if 2 in row:
-                found.append((decode(row[: row.index(2)]).strip(), True))
-                continue
-            text = decode(row).strip()
-            ends = [m.end() for m in re.finditer(r"[.!?](?=\s|$)", text)]
-            found.append((text[: ends[-1]] if ends else text, False))
-    return found
+def continuations(model: Any, prompts: list[list[int]], most: int) -> list[list[int]]:
+    """Greedy continuations of prompts by the pretrained model, up to the end of the message."""
+    end, longest = model.sentences.format.end, max(map(len, prompts))
+    ids = torch.tensor([[end] * (longest - len(x)) + x for x in prompts], device=model.device)
+    seen = torch.tensor([[0] * (longest - len(x)) + [1] * len(x) for x in prompts], device=model.device)
+    out = model.base.generate(
+        input_ids=ids, attention_mask=seen, max_new_tokens=most, do_sample=False, repetition_penalty=1.1,
+        pad_token_id=end, eos_token_id=end,
+    )  # fmt: skip
+    return [row[: row.index(end)] if end in row else row for row in out[:, longest:].tolist()]
+
+
+def whole_sentences(text: str, ended: bool) -> tuple[str, bool]:
+    """The text, and whether it ended; if it did not, the text up to the last end of a sentence."""
+    if ended:
+        return text.strip(), True
+    ends = [m.end() for m in re.finditer(r"[.!?](?=\s|$)", text)]
+    return (text[: ends[-1]] if ends else text).strip(), False
 
 
 # ------------------------------------------------------------------ training
@@ -367,6 +374,8 @@ def main() -> None:
     own.set_defaults(run=answer_general)
     own.add_argument("base", type=Path)
     own.add_argument("--cache", type=Path, required=True)
+    own.add_argument("--tokens", type=int, default=96, help="the longest reply")
+    own.add_argument("--batch", type=int, default=640 if torch.cuda.is_available() else 40)
     own.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     own = commands.add_parser("train")
     own.set_defaults(run=train)
