@@ -19,9 +19,12 @@ from remanence.evaluate.bm25 import Bm25
 from remanence.inference.chat import Turns
 from remanence.inference.session import Session
 from remanence.io.shipped import shipped_models
+from remanence.runtime.terminal import echo
 
 if TYPE_CHECKING:
     import torch
+
+    from remanence.cli.console import Console
 
 MODEL = "remanence-smollm2"
 """Name of the packaged memory."""
@@ -59,6 +62,15 @@ QUESTIONS = (
     Asked("What is my brother called?", "know"),
 )
 """What is asked after the book. The last was never said."""
+
+
+TITLES = {
+    "memory": "with the memory",
+    "window": "without",
+    "context": "last 8K in its context",
+    "search": "BM25",
+}
+"""The ways to answer, with their titles in the table."""
 
 
 def unavailable_reason() -> str | None:
@@ -126,6 +138,35 @@ def converse(folder: Path, device: torch.device, tokens: int) -> dict[str, Any]:
         "values": [asked.value for asked in QUESTIONS],
         "answers": answers,
     }
+
+
+def show(chat: dict[str, Any], console: Console, out: Path) -> None:
+    """Print the conversation, and the answers in each way."""
+    from rich.table import Table
+
+    from remanence.cli.console import coloured
+
+    for message, reply in zip(chat["messages"], chat["replies"], strict=True):
+        echo(f"> {message}\n{reply}")
+    echo(
+        f"Then it read {chat['tokens']:,} tokens of {chat['book']} in {chat['reading_seconds']:.0f} s. Its memory, "
+        f"{out / 'chat.mem'}, has {chat['sentences']:,} sentences in {chat['bytes'] / 1e6:.1f} MB."
+    )
+    table = Table("question", *TITLES.values(), title="asked after the book, of the same pretrained model")
+    for index, (question, value) in enumerate(zip(chat["questions"], chat["values"], strict=True)):
+        answers = [chat["answers"][name][index] for name in TITLES]
+        colours = ["green" if value in answer.lower() else "red" for answer in answers]
+        table.add_row(question, *(coloured(a.partition("\n")[0], c) for a, c in zip(answers, colours, strict=True)))
+    right = [
+        sum(
+            value in answer.lower()
+            for value, answer in zip(chat["values"], chat["answers"][name], strict=True)
+        )
+        for name in TITLES
+    ]
+    table.add_section()
+    table.add_row("correct", *(f"{count} of {len(QUESTIONS)}" for count in right))
+    console.print(table)
 
 
 def _answer(session: Session, prompt: str) -> str:
