@@ -91,9 +91,9 @@ class Read:
             warn_if_binary(path)
         surprise = self._read(session, source, notes)
         try:
-            memfile.save(save, session.model, session.state, notes)
+            session.save(save, notes)
         except KeyboardInterrupt:  # the whole text has been read: save before stopping
-            memfile.save(save, session.model, session.state, notes)
+            session.save(save, notes)
             raise
         unit = describe_surprise(session.model)
         mean = f", mean surprise {surprise:.4f} ({unit})" if surprise is not None else ""
@@ -104,7 +104,6 @@ class Read:
         """Read the whole source and return the mean surprise, or None if no memory was written. The memory is
         saved from time to time and when interrupted.
         """
-        from remanence.inference import memfile
 
         before, surprise, count, saved = session.tokens, 0.0, 0, time.monotonic()
         with Progress() as progress:
@@ -115,10 +114,10 @@ class Read:
                     mean = surprise / count if count else None
                     show_tokens(bar, source.position, session.tokens - before, mean)
                     if time.monotonic() - saved > AUTOSAVE:
-                        memfile.save(self.save, session.model, session.state, notes)
+                        session.save(self.save, notes)
                         saved = time.monotonic()
             except KeyboardInterrupt:
-                memfile.save(self.save, session.model, session.state, notes)
+                session.save(self.save, notes)
                 tokens = f"{session.tokens:,} tokens"
                 echo(f"interrupted after {tokens}, saved in {self.save}; --resume continues", error=True)
                 raise
