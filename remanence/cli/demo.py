@@ -1,6 +1,6 @@
-"""The demo command. A pretrained model with a memory is told facts, reads a book and is asked about the facts. A small
-model of ours does the same with numbers. Then three tiny models are trained to recall pairs and are tested at
-increasing distances, and a memory is saved and restored.
+"""The demo command. A pretrained model with a memory reads messages that state facts, then a book, and answers
+questions about the facts. A small model of ours does the same with numbers. Then three tiny models are trained to
+recall pairs and are tested at increasing distances, and a memory is saved and restored.
 
 A sliding window loses tokens that have left it, while a memory trained on 64 tokens still answers after 2,000. All
 files are written to a temporary folder, which replaces `out` when it is complete. `demo_chat.py` has the conversation,
@@ -60,7 +60,7 @@ RECIPES = {
 
 @dataclass(frozen=True)
 class Demo:
-    """Tell facts to a pretrained model with a memory, let it read a book, and ask about the facts; do the same with a
+    """State facts to a pretrained model with a memory, let it read a book, and ask about the facts; do the same with a
     small model and numbers; then train a sliding-window Transformer, an LMM and a MAC to recall pairs over long
     distances. About three minutes on two idle cores.
 

@@ -1,6 +1,6 @@
-"""First part of the demo: a pretrained model with a memory of sentences. It is told facts in free words, reads a book,
-and is asked about the facts in other words; beside it the same pretrained model without the memory, with the end of
-the text in its context, and with sentences that BM25 finds.
+"""First part of the demo: a pretrained model with a memory of sentences. It reads messages that state facts in free
+words, then a book, and answers questions in other words; beside it the same pretrained model without the memory, with
+the end of the text in its context, and with sentences that BM25 finds.
 """
 
 from __future__ import annotations
@@ -156,7 +156,9 @@ def show(chat: dict[str, Any], console: Console, out: Path) -> None:
     for index, (question, value) in enumerate(zip(chat["questions"], chat["values"], strict=True)):
         answers = [chat["answers"][name][index] for name in TITLES]
         colours = ["green" if value in answer.lower() else "red" for answer in answers]
-        table.add_row(question, *(coloured(a.partition("\n")[0], c) for a, c in zip(answers, colours, strict=True)))
+        table.add_row(
+            question, *(coloured(a.partition("\n")[0], c) for a, c in zip(answers, colours, strict=True))
+        )
     right = [
         sum(
             value in answer.lower()

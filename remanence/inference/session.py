@@ -233,7 +233,7 @@ class Session:
 
         Raises a ValueError, and removes nothing, if no stored sentence fits or several do. Of a removed sentence
         nothing remains in the state. Recent answers may repeat it, so the model goes on without them: its context
-        begins anew, with the other stored sentences in the memory.
+        is empty afterwards, and the other stored sentences stay in the memory.
         """
         self._check_idle("forget")
         model, _ = self._stored()
