@@ -4,6 +4,7 @@ import json
 
 import numpy as np
 import torch
+from models import pairs_tokenizer
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from remanence.attached import base as pretrained
@@ -12,7 +13,6 @@ from remanence.attached.model import Attached
 from remanence.attached.sentences.config import ChatFormat, SentenceConfig
 from remanence.attached.sentences.model import SentenceModel
 from remanence.attached.sentences.vocabulary import END, NEWLINE, OPENS, SPECIAL
-from remanence.tokenizers.tokens import ByteTokenizer
 
 START, STOP, SPACE = 3, 6, ord("\n")
 USER, ANSWER = (START, ord("u")), (START, ord("a"))
@@ -65,8 +65,8 @@ def chat_folder(path):
             if name.startswith("adapter.up"):
                 parameter.normal_(std=0.3)
     model.save(path)
-    ByteTokenizer().save(path)
-    settings = path / "tokenizer_config.json"
-    data = {name: value for name, value in json.loads(settings.read_text()).items() if "digest" not in name}
-    settings.write_text(json.dumps({**data, "chat_template": TEMPLATE}))
+    pairs_tokenizer(path / "tokenizer.json")
+    (path / "tokenizer_config.json").write_text(
+        json.dumps({"eos_token": "<|end|>", "chat_template": TEMPLATE})
+    )
     return path

@@ -11,12 +11,17 @@ from itertools import pairwise
 from typing import NamedTuple, Protocol, runtime_checkable
 
 from remanence.attached.sentences.model import Sentence
+from remanence.inference.sampling import Sampling
 from remanence.model import State
 from remanence.runtime.choices import short_repr
 
 SIMILAR, MARGIN = 0.5, 0.1
 """The smallest cosine at which a text means a sentence that does not contain it, and how much smaller that of any other
 sentence must be.
+"""
+SAMPLING = Sampling(max_tokens=256, temperature=0.0, no_repeat=16)
+"""The default settings of generation at the command line: the most likely tokens, without loops. A phrase of 16 tokens
+is longer than a name or a number that an answer may need twice.
 """
 NOTE = "times"
 """The key of the times in the notes of a memory file."""
