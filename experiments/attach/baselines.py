@@ -12,10 +12,7 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
-import re
 import time
-from collections import Counter
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -30,6 +27,7 @@ from experiments.attach.sentences import Source
 from remanence.attached.folder import load
 from remanence.attached.sentences.model import recalled_context
 from remanence.attached.sentences.training import chat_row
+from remanence.evaluate.bm25 import Bm25
 from remanence.io.files import write_json
 
 COMPARED = [
@@ -37,30 +35,6 @@ COMPARED = [
     Cell("free", 0, 4000, 50), Cell("updates", 20, 4000, 25), Cell("held out", 200, 4000, 2),
 ]  # fmt: skip
 FOUND = 5
-
-
-def words(text: str) -> list[str]:
-    return re.findall(r"\w+", text.lower())
-
-
-class Bm25:
-    """Okapi BM25 with k1 = 1.5 and b = 0.75."""
-
-    def __init__(self, texts: list[str]) -> None:
-        self.counts = [Counter(words(text)) for text in texts]
-        self.lengths = [sum(c.values()) for c in self.counts]
-        self.mean = sum(self.lengths) / max(1, len(self.lengths))
-        seen = Counter(word for c in self.counts for word in c)
-        total = len(texts)
-        self.idf = {word: math.log(1 + (total - n + 0.5) / (n + 0.5)) for word, n in seen.items()}
-
-    def scores(self, question: str) -> list[float]:
-        asked = words(question)
-        found = []
-        for count, length in zip(self.counts, self.lengths, strict=True):
-            scale = 1.5 * (0.25 + 0.75 * length / self.mean)
-            found.append(sum(self.idf[w] * count[w] * 2.5 / (count[w] + scale) for w in asked if w in count))
-        return found
 
 
 class Embeddings:
@@ -100,8 +74,7 @@ def retrieve(args: argparse.Namespace) -> None:
             bm25, vectors = Bm25(texts), embed(texts)
             near = (embed([q.text for q in asked]) @ vectors.mT).topk(FOUND, 1).indices.tolist()
             for index, q in enumerate(asked):
-                scores = bm25.scores(q.text)
-                best = sorted(sorted(range(len(texts)), key=lambda n: -scores[n])[:FOUND])
+                best = bm25.top(q.text, FOUND)
                 rows.append({
                     "cell": list(cell), "conversation": number, "question": index,
                     "bm25": [stored[n] for n in best],

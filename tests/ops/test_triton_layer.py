@@ -353,7 +353,7 @@ def test_the_compiler_sees_one_operator():
     torch.library.opcheck(norms.gated_norm_forward, (x.unflatten(-1, (2, 4)), randn(2, 5, 8), gain, 1e-6))
     torch.library.opcheck(features.key_features_forward, (x.unflatten(-1, (2, 4)), up, down))
     torch.library.opcheck(norms.rms_norm_forward, (x, randn(8), 1e-6, torch.float64))
-    torch.library.opcheck(norms.join_forward, (x, randn(2, 5, 8), randn(8), randn(8), 1e-6))
+    torch.library.opcheck(norms.sigmoid_gated_norm_forward, (x, randn(2, 5, 8), randn(8), randn(8), 1e-6))
     torch.library.opcheck(pointwise.swiglu_forward, (x, randn(2, 5, 8)))
     angles = torch.rand(2, 1, 5, 2, dtype=torch.float64)
     torch.library.opcheck(pointwise.rotary_forward, (x.unflatten(-1, (2, 4)), *angles, False))

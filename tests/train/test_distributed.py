@@ -52,7 +52,7 @@ def on_two(function, *arguments):
 
 def settings(shards):
     documents = DataConfig(kind="documents", path=shards, length=16)
-    common = {"steps": 20, "save_every": 10, "keep": 9}
+    common = {"steps": 8, "save_every": 4, "keep": 9}
     return {
         "recall": config("mac", model=config("mac", **common).model, **common, accumulate=2),
         "carried": config("mag", **common, data=documents, carry=True),
@@ -113,9 +113,9 @@ def test_a_wavefront_of_shared_weights(tmp_path, shards):
 
 
 def half(source, target):
-    """A copy of a run that ended after its tenth step."""
+    """A copy of a run that ended after its fourth step."""
     shutil.copytree(source, target)
-    shutil.rmtree(target / "checkpoints" / "00000020")
+    shutil.rmtree(target / "checkpoints" / "00000008")
     shutil.rmtree(target / "model")
 
 
@@ -130,7 +130,7 @@ def test_two_processes_are_one_and_take_up_each_others_checkpoints(tmp_path, sha
     resume_all(named, tmp_path / "two-one")
     for name in named:
         alone = losses(tmp_path / "one" / name)
-        assert len(alone) == 20
+        assert len(alone) == 8
         for other in ("two", "one-two", "two-one"):
             found = losses(tmp_path / other / name)
             assert found.keys() == alone.keys()

@@ -128,11 +128,12 @@ def start(run):
 
 
 @pytest.mark.slow
-def test_kill_9_at_random_moments_changes_nothing(tmp_path):
+@pytest.mark.parametrize("most", [3, pytest.param(12, marks=pytest.mark.exhaustive)])
+def test_kill_9_at_random_moments_changes_nothing(tmp_path, most):
     whole, killed = tmp_path / "whole", tmp_path / "killed"
     assert start(whole).wait(120) == 0
     chance, kills = random.Random(1), 0
-    for _ in range(12):
+    for _ in range(most):
         process = start(killed)
         # From when the run is there: most of the time before is torch's import.
         while process.poll() is None and not (killed / "metrics.jsonl").exists():
