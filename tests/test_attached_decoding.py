@@ -156,6 +156,19 @@ def test_decoding_an_answer_is_calling_the_model(mode):
 
 
 @torch.no_grad()
+def test_an_answer_after_a_sentence_was_removed_is_decoded_in_place():
+    model = sentence_model()
+    first = model(opened()[:, :-4])[1]
+    state = model(opened()[:, -4:], model.without(first, [0]))[1]
+    decoder = SentenceDecoder(model, state)
+    for token in (20, 30, 40, 21):
+        expected, state = model(torch.tensor([[token]]), state)
+        assert_close(expected[:, 0], decoder.step(torch.tensor([token])), 1e-9, "logits")
+    assert decoder.inner is not None
+    assert_close(state, decoder.state, 1e-9, "state")
+
+
+@torch.no_grad()
 def test_rows_of_answers_are_decoded_together():
     model = sentence_model()
     first, second = opened(0)[0], opened(1, 1)[0]
