@@ -4,7 +4,7 @@ BIN := .venv/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check -q
 TEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal
 
-.PHONY: setup demo docs test test-all test-exhaustive test-durations test-gpu lint format bench bench-long bench-knn bench-gpu bench-knn-gpu clean
+.PHONY: setup demo docs test test-all test-exhaustive test-durations test-gpu lint format bench bench-attached bench-long bench-knn bench-gpu bench-knn-gpu clean
 
 setup: .venv/ready
 
@@ -62,6 +62,9 @@ test-gpu:
 bench: .venv/bench-ready
 	$(BIN)/python benchmarks/cpu.py
 	$(BIN)/python benchmarks/models.py
+
+bench-attached: setup
+	$(BIN)/python benchmarks/attached.py
 
 bench-long: setup
 	$(BIN)/python benchmarks/long.py
