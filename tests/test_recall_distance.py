@@ -2,10 +2,8 @@
 
 import importlib
 import json
-import subprocess
-import sys
 from argparse import Namespace
-from pathlib import Path
+from functools import partial
 
 import pytest
 import torch
@@ -14,7 +12,6 @@ from remanence import Model
 from remanence.inference.reader import read
 from remanence.model import parameters
 
-ROOT = Path(__file__).parent.parent
 ARGS = Namespace(distances=[64, 128], reach=None, texts=[3, 2], many=64, off=64, late=32, store=64)
 
 
@@ -59,11 +56,8 @@ def test_answers_are_those_after_each_key_alone(bench):
 
 
 @pytest.mark.slow
-def test_it_saves_and_prints(bench, tmp_path):
-    def called(*arguments):
-        command = [sys.executable, "-m", "experiments.recall.distance", *map(str, arguments)]
-        return subprocess.run(command, capture_output=True, text=True, check=True, cwd=ROOT).stdout
-
+def test_it_saves_and_prints(bench, tmp_path, experiment):
+    called = partial(experiment, "recall.distance")
     out = ["--out", tmp_path / "rows.json"]
     called("--tiny", *out)
     assert called("--tiny", *out) == ""
