@@ -1,8 +1,11 @@
 """Tests run on the CPU, or on what REMANENCE_TEST_DEVICE names. One thread each: two workers share two cores."""
 
+import importlib
 import os
+import sys
 import zlib
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 import torch
@@ -67,24 +70,46 @@ def command(capsys):
     return call
 
 
+@pytest.fixture
+def experiment(monkeypatch, capsys):
+    """``python -m experiments...`` in this process, which has imported torch already: what it printed."""
+
+    def call(name, *arguments):
+        capsys.readouterr()
+        monkeypatch.setattr(sys, "argv", [name, *map(str, arguments)])
+        monkeypatch.chdir(Path(__file__).parent.parent)  # for the processes that it starts
+        importlib.import_module(f"experiments.{name}").main()
+        return capsys.readouterr().out
+
+    return call
+
+
 TIERS = ("fast", "slow", "exhaustive")
 
 
 def pytest_addoption(parser):
     tiers = (
-        "fast (make test), slow (the rest of make test-all), exhaustive (make test-exhaustive) or all three"
+        "fast (make test), slow (with it: make test-all), exhaustive (make test-exhaustive), fast,slow or all"
     )
-    parser.addoption("--tier", choices=(*TIERS, "all"), default="fast", help=tiers)
+    parser.addoption("--tier", default="fast", help=tiers)
+
+
+def chosen_tiers(config):
+    given = config.getoption("--tier")
+    chosen = TIERS if given == "all" else tuple(given.split(","))
+    if not set(chosen) <= set(TIERS):
+        raise pytest.UsageError(f"--tier: expected all or some of {','.join(TIERS)}, got {given}")
+    return chosen
 
 
 def pytest_collection_modifyitems(config, items):
     """Keep the tests of the chosen tier. A test that is named as `file::test` runs in every tier."""
     interpreted = os.environ.get("TRITON_INTERPRET") == "1"
     kept = [item for item in items if ("interpreted" in item.keywords) == interpreted]
-    chosen = config.getoption("--tier")
-    if chosen != "all" and not any("::" in argument for argument in config.args):
+    chosen = chosen_tiers(config)
+    if chosen != TIERS and not any("::" in argument for argument in config.args):
         sampled = sample(kept)
-        kept = [item for item in kept if tier(item, sampled) == chosen]
+        kept = [item for item in kept if tier(item, sampled) in chosen]
     dropped = set(items) - set(kept)
     config.hook.pytest_deselected(items=[item for item in items if item in dropped])
     items[:] = kept

@@ -219,9 +219,7 @@ def test_a_model_that_cannot_be_trained_ends_the_others(tmp_path):
         (["--tokens", "0"], "tokens: expected"),
     ],
 )
-def test_wrong_arguments_are_one_line(tmp_path, arguments, message):
-    process = start("--out", tmp_path / "demo", *arguments)
-    _, err = process.communicate(timeout=60)
-    assert process.returncode == 2
-    assert err.startswith(f"remanence: error: {message}") and err.count("\n") == 1
+def test_wrong_arguments_are_one_line(tmp_path, arguments, message, command):
+    said = command("demo", "--out", tmp_path / "demo", *arguments, code=2)
+    assert said.startswith(f"remanence: error: {message}")
     assert os.listdir(tmp_path) == []

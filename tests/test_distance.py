@@ -3,9 +3,8 @@
 import importlib
 import json
 import lzma
-import subprocess
-import sys
 from argparse import Namespace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -16,7 +15,6 @@ from remanence import Model, preset
 from remanence.model import parameters
 from remanence.tasks.answers import Likelihood
 
-ROOT = Path(__file__).parent.parent
 ARGS = Namespace(work=Path("nowhere"), steps=None, changes=[])
 
 
@@ -95,7 +93,7 @@ def test_a_text_that_was_asked_goes_on_as_if_it_had_not_been(bench, books, kind,
 
 
 @pytest.mark.slow
-def test_it_trains_asks_and_prints(tmp_path, books):
+def test_it_trains_asks_and_prints(tmp_path, books, experiment):
     folder = tmp_path / "books"
     folder.mkdir()
     index = []
@@ -104,10 +102,7 @@ def test_it_trains_asks_and_prints(tmp_path, books):
         index.append({"file": f"{split}.txt.xz", "split": split})
     (folder / "index.json").write_text(json.dumps(index))
 
-    def called(*arguments):
-        command = [sys.executable, "-m", "experiments.facts.distance", str(folder), *map(str, arguments)]
-        return subprocess.run(command, capture_output=True, text=True, check=True, cwd=ROOT).stdout
-
+    called = partial(experiment, "facts.distance", folder)
     out = ["--out", tmp_path / "rows.json"]
     called(
         "--tiny", "--jobs", 2, "--work", tmp_path / "work", "--kinds", "single", "--modes", "on", "off", *out

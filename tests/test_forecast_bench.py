@@ -2,11 +2,8 @@
 
 import importlib
 import json
-import os
-import subprocess
 import sys
 import zipfile
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -14,29 +11,21 @@ from series import waves, written
 
 from experiments.forecast.published import TABLE3, TABLE3_COLUMNS
 
-ROOT = Path(__file__).parent.parent
-
 
 @pytest.fixture
 def bench():
     return importlib.import_module("experiments.forecast.run")
 
 
-def called(*arguments):
-    command = [sys.executable, "-m", "experiments.forecast.run", *map(str, arguments)]
-    here = {**os.environ, "PYTHONPATH": str(ROOT)}
-    return subprocess.run(command, capture_output=True, text=True, check=True, env=here, cwd=ROOT).stdout
-
-
 @pytest.mark.slow
-def test_every_kind_of_run_in_two_processes(bench, tmp_path, monkeypatch):
+def test_every_kind_of_run_in_two_processes(bench, tmp_path, monkeypatch, experiment):
     path = written(tmp_path / "ETTh1.csv", waves(900))
     with zipfile.ZipFile(tmp_path / "ETT-small.zip", "w") as archive:
         archive.write(path, "ETT-small/ETTh1.csv")
     path.unlink()
     out = tmp_path / "rows.json"
     given = [tmp_path, "--tiny", "--rows", 900, "--lookback", 48, "--out", out, "--device", "cpu"]
-    called(*given, "--runs", "dlinear", "off", "--jobs", 2)
+    experiment("forecast.run", *given, "--runs", "dlinear", "off", "--jobs", 2)
     assert len(json.loads(out.read_text())["rows"]) == 2
     monkeypatch.setattr(sys, "argv", ["forecast.py", *map(str, given)])
     bench.main()  # what is left

@@ -5,14 +5,10 @@ import itertools
 import json
 import lzma
 import random
-import subprocess
-import sys
-from pathlib import Path
+from functools import partial
 
 import pytest
 import torch
-
-ROOT = Path(__file__).parent.parent
 
 
 @pytest.fixture
@@ -29,11 +25,6 @@ def books(tmp_path):
         (tmp_path / book["file"]).write_bytes(lzma.compress(text))
     (tmp_path / "index.json").write_text(json.dumps(index))
     return tmp_path
-
-
-def called(*arguments):
-    command = [sys.executable, "-m", "experiments.mechanics.run", *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, check=True, cwd=ROOT).stdout
 
 
 def test_states_are_those_that_tokens_lead_to(mechanics):
@@ -85,7 +76,8 @@ def test_the_chunk_is_a_detail_for_deep_and_none_for_titans(mechanics):
 
 
 @pytest.mark.slow
-def test_all_parts_save_and_print(books, tmp_path):
+def test_all_parts_save_and_print(books, tmp_path, experiment):
+    called = partial(experiment, "mechanics.run")
     out = ["--tiny", "--out", tmp_path / "a.json"]
     called("construct", *out, "--farthest", 128)
     called("track", *out, "--runs", "deep1", "deep1-wide", "titans2", "attention")

@@ -5,17 +5,12 @@ import json
 import lzma
 import random
 import re
-import subprocess
-import sys
 from collections import Counter
-from pathlib import Path
 
 import pytest
 import torch
 
 from remanence import Model, preset
-
-ROOT = Path(__file__).parent.parent
 
 
 @pytest.fixture
@@ -34,11 +29,6 @@ def home(tmp_path):
         index.append({"file": name, "split": split})
     (tmp_path / "index.json").write_text(json.dumps(index))
     return tmp_path
-
-
-def called(module, *arguments):
-    command = [sys.executable, "-m", f"experiments.{module}", *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, check=True, cwd=ROOT).stdout
 
 
 def test_pieces_are_in_order_and_never_leave_a_book(bench):
@@ -89,13 +79,13 @@ def test_classes_of_words(bench):
 
 
 @pytest.mark.slow
-def test_language_saves_merges_and_prints(home, tmp_path):
+def test_language_saves_merges_and_prints(home, tmp_path, experiment):
     small = [home, "--tiny", "--steps", 2]
-    called("language.run", *small, "--runs", "window", "window-gate", "--out", tmp_path / "a.json")
-    called("language.run", *small, "--runs", "mag", "attention", "--out", tmp_path / "b.json")
-    assert called("language.run", *small, "--runs", "window", "--out", tmp_path / "a.json") == ""
+    experiment("language.run", *small, "--runs", "window", "window-gate", "--out", tmp_path / "a.json")
+    experiment("language.run", *small, "--runs", "mag", "attention", "--out", tmp_path / "b.json")
+    assert experiment("language.run", *small, "--runs", "window", "--out", tmp_path / "a.json") == ""
     both = ["--out", tmp_path / "c.json", "--merge", tmp_path / "a.json", tmp_path / "b.json", "--table"]
-    printed = called("language.run", home, *both, "--plot", tmp_path / "plot.png")
+    printed = experiment("language.run", home, *both, "--plot", tmp_path / "plot.png")
     assert all(f"| {name} |" in printed for name in ("window", "window-gate", "mag", "attention, overlapped"))
     rows = json.loads((tmp_path / "c.json").read_text())["rows"]
     assert len(rows) == 4 and (tmp_path / "plot.png").exists()
@@ -103,10 +93,10 @@ def test_language_saves_merges_and_prints(home, tmp_path):
 
 
 @pytest.mark.slow
-def test_memorizing_saves_and_prints(home, tmp_path):
+def test_memorizing_saves_and_prints(home, tmp_path, experiment):
     out = ["--out", tmp_path / "m.json"]
-    called("knn.memorizing", home, "--tiny", "--corpora", "books", *out)
-    printed = called("knn.memorizing", home, *out, "--table", "--plot", tmp_path / "plot.png")
+    experiment("knn.memorizing", home, "--tiny", "--corpora", "books", *out)
+    printed = experiment("knn.memorizing", home, *out, "--table", "--plot", tmp_path / "plot.png")
     assert "| 0.125K, tuned with 1K |" in printed and "same sign" in printed
     rows = json.loads((tmp_path / "m.json").read_text())["rows"]
     assert len(rows) == 7 and len({row["parameters"] for row in rows}) == 1
@@ -115,9 +105,9 @@ def test_memorizing_saves_and_prints(home, tmp_path):
 
 
 @pytest.mark.slow
-def test_addressing_saves_and_prints(home, tmp_path):
+def test_addressing_saves_and_prints(home, tmp_path, experiment):
     out = ["--out", tmp_path / "a.json"]
-    called("facts.addressing", home, "--tiny", "--runs", "lmm, conv 4", "mag, conv 16, induction", *out)
-    printed = called("facts.addressing", home, *out, "--table")
+    experiment("facts.addressing", home, "--tiny", "--runs", "lmm, conv 4", "mag, conv 16, induction", *out)
+    printed = experiment("facts.addressing", home, *out, "--table")
     assert "| mag, conv 16, induction | 0 |" in printed
     assert [len(row["curve"]) for row in json.loads((tmp_path / "a.json").read_text())["rows"]] == [2, 2]

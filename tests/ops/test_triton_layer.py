@@ -221,6 +221,7 @@ def test_the_same_function(case):
     )
 
 
+@pytest.mark.sample(NUMBER)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_as_exact_as_torch_and_twice_the_same(case, dtype):
     plain, ours, leaves, constants = case

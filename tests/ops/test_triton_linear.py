@@ -58,6 +58,7 @@ def test_triton_equals_chunked(s):
     assert_same_function(case.call("chunked"), case.call("triton"), case.leaves(), tolerance=1e-10)
 
 
+@pytest.mark.sample(4)
 @pytest.mark.usefixtures("_narrow")
 @pytest.mark.parametrize("values", [3, 16, 40])
 @pytest.mark.parametrize("kind", ["batch", "exact", "decayed", "decayed dot"])

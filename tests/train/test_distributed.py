@@ -8,6 +8,8 @@ import shutil
 import socket
 import subprocess
 import sys
+import traceback
+from multiprocessing.connection import wait
 from pathlib import Path
 
 import pytest
@@ -36,18 +38,72 @@ def port():
         return probe.getsockname()[1]
 
 
-def worker(rank, master, function, arguments):
+def worker(rank, master, pipe):
+    """Call each function that comes through the pipe, and send back its traceback, or None if it returned."""
     os.environ.update(
         MASTER_ADDR="127.0.0.1", MASTER_PORT=str(master), RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2"
     )
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
-    function(*arguments)
+    while (call := pipe.recv()) is not None:
+        function, arguments = call
+        try:
+            function(*arguments)
+        except BaseException:
+            pipe.send(traceback.format_exc())
+            raise
+        pipe.send(None)
     dist.destroy_process_group()
 
 
-def on_two(function, *arguments):
-    mp.spawn(worker, (port(), function, arguments), nprocs=2)
+@pytest.fixture(scope="module")
+def on_two():
+    """A function that calls another in both of two processes, which are started once: importing torch takes longer than
+    most of the calls. What fails in one of them ends both, and the next call starts two new ones.
+    """
+    context, processes, pipes = mp.get_context("spawn"), [], []
+
+    def begin():
+        master = port()
+        for rank in range(2):
+            ours, theirs = context.Pipe()
+            processes.append(context.Process(target=worker, args=(rank, master, theirs), daemon=True))
+            processes[-1].start()
+            theirs.close()
+            pipes.append(ours)
+
+    def end():
+        for process in processes:
+            process.kill()
+            process.join()
+        processes.clear()
+        pipes.clear()
+
+    def call(function, *arguments):
+        if not processes:
+            begin()
+        for pipe in pipes:
+            pipe.send((function, arguments))
+        running = list(pipes)
+        while running:
+            for pipe in wait(running):
+                try:
+                    failure = pipe.recv()
+                except EOFError:
+                    failure = "the process ended"
+                if failure is not None:
+                    end()
+                    pytest.fail(f"{function.__name__}: {failure}")
+                running.remove(pipe)
+
+    yield call
+    for pipe in pipes:
+        pipe.send(None)
+    for process in processes:
+        process.join(30)
+    codes = [process.exitcode for process in processes]
+    end()
+    assert codes in ([], [0, 0])
 
 
 def settings(shards):
@@ -76,7 +132,7 @@ def resume_all(names, folder):
         fit(None, Path(folder) / name, resume=True)
 
 
-def test_a_wavefront_of_shared_weights(tmp_path, shards):
+def test_a_wavefront_of_shared_weights(tmp_path, shards, on_two):
     """Rows of one length, documents carried on, documents packed: two processes with MAC in a wavefront are one
     without.
     """
@@ -119,7 +175,7 @@ def half(source, target):
     shutil.rmtree(target / "model")
 
 
-def test_two_processes_are_one_and_take_up_each_others_checkpoints(tmp_path, shards):
+def test_two_processes_are_one_and_take_up_each_others_checkpoints(tmp_path, shards, on_two):
     named = settings(shards)
     train_all(named, tmp_path / "one")
     on_two(train_all, named, tmp_path / "two")
@@ -176,7 +232,7 @@ def in_turn(folder):
     fit(config("lmm", steps=4, save_every=2), Path(folder) / "run")
 
 
-def test_what_two_processes_see_refuse_and_export(tmp_path):
+def test_what_two_processes_see_refuse_and_export(tmp_path, on_two):
     """The state stays float32 and reading meets whole weights; what one refuses stops both; parts become a
     whole model.
     """
@@ -230,7 +286,7 @@ def test_torchrun_and_the_command_line(tmp_path):
     assert json.loads((tmp_path / "run" / "config.json").read_text())["batch"] == 2
 
 
-def test_two_processes_validate_as_one(tmp_path):
+def test_two_processes_validate_as_one(tmp_path, on_two):
     """The losses, the weights that are kept, and training after a validation."""
     given = config(steps=4, validate_every=2)
     fit(given, tmp_path / "one")
