@@ -5,6 +5,7 @@ import pytest
 import torch
 from test_families import NARROWED, base
 from test_sentences import chat, sentence_model
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import remanence
 from remanence.attached.decoder import AttachedDecoder
@@ -206,6 +207,42 @@ def test_the_adapter_follows_its_parameters_and_is_off_outside_of_answers(dtype)
     assert_close(with_gradients.float(), second.float(), 1e-5 if dtype == torch.float32 else 0.1, "logits")
     with torch.no_grad():
         assert torch.equal(model.attached(x)[0], plain)
+
+
+class NoHostValues(TorchDispatchMode):
+    """Raises an error if a value is read on the host, or copied from it, which a CUDA graph cannot do."""
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        names = {
+            "aten::_local_scalar_dense", "aten::nonzero", "aten::equal", "aten::masked_select", "aten::is_nonzero",
+            "aten::lift_fresh",
+        }  # fmt: skip
+        assert function.name() not in names, function.name()
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("case", ["an answer", *NARROWED])
+@torch.no_grad()
+def test_a_step_reads_no_value_on_the_host_and_keeps_its_buffers(case):
+    """What a captured step needs, checked where there is no GPU."""
+    if case == "an answer":
+        model = sentence_model(torch.float32)
+        decoder = SentenceDecoder(model, model(opened())[1]).inner
+    else:
+        model = attached(case, torch.float32, layers=[1])
+        decoder = AttachedDecoder(model, read_rows(model, (5, 40)))
+    slots = [layer.window for layer in decoder.decoders]
+    fixed = [x for each in slots for x in (each.k, each.v)] + [
+        decoder.position,
+        decoder.tokens,
+        decoder.active,
+    ]
+    before = [x.data_ptr() for x in fixed]
+    decoder.step(torch.full_like(decoder.tokens, 20))
+    with NoHostValues():
+        decoder._forward()
+    assert before == [x.data_ptr() for x in fixed]
+    assert not decoder._altered()
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")

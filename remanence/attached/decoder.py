@@ -240,6 +240,13 @@ class AttachedDecoder(Decoder):
         return logits
 
 
+def _is_from_transformers(hook: Any) -> bool:
+    """Whether transformers defines a hook. It installs hooks that record the outputs of layers when these are wanted,
+    which they are not in decoding.
+    """
+    return str(getattr(hook, "__module__", "")).startswith("transformers.")
+
+
 def foreign_code_reason(modules: Iterable[nn.Module], own_hooks: set[int]) -> str | None:
     """Why calling these modules may run code of the user: hooks with other ids than `own_hooks`, or methods replaced on
     the instance; None if it does not.
@@ -248,7 +255,11 @@ def foreign_code_reason(modules: Iterable[nn.Module], own_hooks: set[int]) -> st
         return "torch has global module hooks"
     for module in modules:
         name = type(module).__name__
-        if any(key not in own_hooks for hooks in hooks_of(module) for key in hooks):
+        if any(
+            key not in own_hooks and not _is_from_transformers(hook)
+            for hooks in hooks_of(module)
+            for key, hook in hooks.items()
+        ):
             return f"a module ({name}) has hooks"
         if (method := replaced_method(module)) is not None:
             return f"the method {method} of a module ({name}) is replaced"
