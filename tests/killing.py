@@ -194,7 +194,22 @@ def evaluate(given: Path, out: Path) -> None:
     command("eval", given / "model", *task)
 
 
-COMMANDS = {"train": train, "read": read, "prepare": prepare, "eval": evaluate}
+def chat(given: Path, out: Path) -> None:
+    """A chat that is taken up again with the messages whose answers are not in the memory."""
+    from remanence.inference import memfile
+
+    messages, memory = ["Hello there.", "How are you today?", "Good night."], out / "chat.mem"
+    left = memfile.read_file(memory)[0]["tokens"][0] if memory.exists() else 0
+    while left > 0:
+        left -= len(f"\n{messages.pop(0)}") + ANSWER
+    sys.stdin = io.StringIO("".join(f"{message}\n" for message in messages))
+    options = ("--memory-file", memory, "--max-tokens", ANSWER, "--temperature", 0, "--device", "cpu")
+    command("chat", given / "model", *options)
+
+
+ANSWER = 5
+"""Number of tokens in each answer of a chat."""
+COMMANDS = {"train": train, "read": read, "prepare": prepare, "eval": evaluate, "chat": chat}
 CHANGING = ("date", "commit", "tokens_per_s", "memory_gib", "hours")
 """Entries of JSON files that differ from run to run."""
 

@@ -66,7 +66,9 @@ class TestCommands:
         assert_close(memfile.load(tmp_path / "c.mem", session.model), session.state, 0.0)
 
     def test_another_command_is_refused(self, talk):
-        assert "/sav: expected one of /quit, /save [FILE], /forget" in talk("/sav", code=2)
+        assert "/sav: expected one of /memory [TEXT], /forget [TEXT], /save [FILE], /load" in talk(
+            "/sav", code=2
+        )
         talk(" /sav")
 
     def test_at_a_terminal_a_wrong_command_ends_nothing(self, talk, monkeypatch, capsys, tmp_path):
@@ -77,7 +79,7 @@ class TestCommands:
         monkeypatch.setattr(sys, "stdin", terminal)
         cli.main(["chat", "m", "--max-tokens", "2"])
         out, err = capsys.readouterr()
-        assert "0 tokens remembered. /quit" in out and err.count("\n") == 2
+        assert "0 tokens remembered. /memory" in out and err.count("\n") == 2
         assert (tmp_path / "a.mem").is_file()
 
 

@@ -46,7 +46,7 @@ def run(*arguments):
 
 def test_it_writes_what_it_says(tmp_path):
     folder = tmp_path / "deep" / "er"
-    out, err = run("--out", folder, "--steps", 2, "--tokens", 2048)
+    out, err = run("--out", folder, "--steps", 2, "--tokens", 2048, "--chat-tokens", 800)
     assert "[/]" not in out, "markup is not for readers"
     assert "has read Mary Shelley's Frankenstein" in out and "2,048 tokens after the facts" in out
     assert "accuracy by distance" in out and "tokens of noise" in out and "recall.png" in out
@@ -57,6 +57,7 @@ def test_it_writes_what_it_says(tmp_path):
     ]
     assert sorted(path.name for path in folder.iterdir()) == [
         "book.mem",
+        "chat.mem",
         "lmm",
         "mac",
         "pairs.mem",
@@ -77,6 +78,7 @@ def test_it_writes_what_it_says(tmp_path):
     assert state.position.tolist() == [16 + facts["memory_file"]["noise"]]
     assert len(facts["memory_file"]["questions"]) == 8
     book = facts["book"]
+    check_conversation(facts["chat"], folder, out)
     answered = list(zip(book["on"], book["answers"], strict=True))
     assert len(answered) == 4 and all(said.startswith(value) for said, value in answered)
     # remanence-small was not trained on where a number ends: now and then it adds a digit, and that is shown.
@@ -90,6 +92,20 @@ def test_it_writes_what_it_says(tmp_path):
     )
     told = dict(pair.split("=") for pair in facts["memory_file"]["read"])
     assert [told[key] for key in facts["memory_file"]["questions"]] == facts["memory_file"]["answers"]
+
+
+def check_conversation(chat, folder, out):
+    """The facts are answered from the memory, also from its file, and hardly in any other way."""
+    right = {
+        name: sum(value in answer.lower() for value, answer in zip(chat["values"], answers, strict=True))
+        for name, answers in chat["answers"].items()
+    }
+    assert set(right) == {"memory", "window", "context", "search"}
+    assert right["memory"] >= 5 and right["memory"] > max(right["window"], right["context"])
+    assert chat["tokens"] > 800 > chat["window"] and "asked after the book" in out
+    session = Session(chat["model"]).load(folder / "chat.mem")
+    stored = [sentence.text for sentence in session.sentences()]
+    assert len(stored) == chat["sentences"] and "He is called Biscuit and he is allergic to chicken." in stored
 
 
 def test_every_question_is_as_far_away_as_it_is_said_to_be():
@@ -128,7 +144,7 @@ def test_memories_win_beyond_the_window(tmp_path):
     """The demo as it is: three models trained to their end. That memories remember after training, and that a model
     needs its memory for it, is in the slow tier, too: tests/test_docs.py and tests/evaluate/test_dna.py.
     """
-    run("--out", tmp_path / "demo")
+    run("--out", tmp_path / "demo", "--chat-tokens", 0)
     facts = json.loads((tmp_path / "demo" / "recall.json").read_text())
     inside = [distance <= facts["window"] for distance in facts["distances"]]
     assert sum(inside) >= 3 and facts["distances"][-1] >= 64 * facts["window"]
@@ -147,7 +163,7 @@ def test_memories_win_beyond_the_window(tmp_path):
 
 @pytest.mark.slow
 def test_ctrl_c_is_one_line_and_leaves_nothing(tmp_path):
-    process = start("--out", tmp_path / "demo", "--tokens", 1024)
+    process = start("--out", tmp_path / "demo", "--tokens", 1024, "--chat-tokens", 0)
     while not list(tmp_path.glob(".demo.*.new/*/config.json")):
         assert process.poll() is None
         time.sleep(0.05)

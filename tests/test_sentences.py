@@ -17,7 +17,14 @@ from remanence.attached.model import Attached
 from remanence.attached.sentences.config import ChatFormat, SentenceConfig
 from remanence.attached.sentences.model import SentenceModel, recalled_context
 from remanence.attached.sentences.segments import ANSWER, OTHER, TEXT, Position
-from remanence.attached.sentences.training import ChatRow, Exchange, _read, _reading, answer_loss, chat_row
+from remanence.attached.sentences.training import (
+    ChatRow,
+    Exchange,
+    _reading,
+    answer_loss,
+    chat_row,
+    read_rows,
+)
 from remanence.attached.sentences.vocabulary import END, NEWLINE, OPENS, SPECIAL
 from remanence.causal_model import CausalModel
 from remanence.inference import memfile
@@ -315,19 +322,96 @@ def test_damaged_counts_are_refused(tmp_path):
         assert not (tmp_path / "m.mem").exists()
 
 
-def test_a_sentence_can_be_removed():
+def test_an_open_sentence_can_be_stored():
+    model = sentence_model()
+    ids = [20, 21, 22, 10, 30, 31, 32]
+    with torch.no_grad():
+        state = model(torch.tensor([ids, [*ids[:4], 6, 3, 4]]))[1]
+        closed = model.close_sentence(state)
+        found = [[each.tokens for each in row] for row in model.stored(closed)]
+        assert found == [[[20, 21, 22, 10], [30, 31, 32]], [[20, 21, 22, 10]]]
+        after = model(torch.tensor([[10, 40, 41, 42, 6]]), closed.rows([0]))[1]
+        assert [each.tokens for each in model.stored(after)[0]][-1] == [10, 40, 41, 42]
+        again = model.close_sentence(closed)
+        assert all(torch.equal(a, b) for a, b in zip(again.tensors(), closed.tensors(), strict=True))
+
+
+def tensors_with(state, tokens):
+    """The names of fields of integers in which these tokens follow each other."""
+    found = []
+    for name, tensor in memfile.named_tensors(state.saved()):
+        if not tensor.is_floating_point():
+            flat = tensor.flatten().tolist()
+            if any(flat[n : n + len(tokens)] == tokens for n in range(len(flat))):
+                found.append(name)
+    return found
+
+
+@pytest.mark.parametrize("where", ["text", "open answer"])
+def test_of_a_removed_sentence_nothing_remains(where, tmp_path):
+    """Whatever it was, the state is then the same: the tokens of a removed sentence, and of an answer that repeats it,
+    leave no trace.
+    """
+    model = sentence_model(torch.float32)
+    secret, other, after = [50, 51, 52, 53, 10], [70, 71, 72, 73, 10], [20, 21, 22, 10]
+
+    def state_with(ids):
+        text = [3, 4, *after, *ids, 6, 7, 3, 5, *ids[:4], *range(90, 94)]
+        text += [6, 7] if where == "text" else []
+        return model(torch.tensor([text]))[1]
+
+    with torch.no_grad():
+        states = [state_with(secret), state_with(other)]
+        assert tensors_with(states[0], secret[:3])
+        kept = [model.without(state, [1]) for state in states]
+        assert not tensors_with(kept[0], secret[:3])
+        assert [each.tokens for each in model.stored(kept[0])[0]] == [after]
+        for (name, x), (_, y) in zip(*map(memfile.named_tensors, kept), strict=True):
+            assert torch.equal(x, y), name
+        memfile.save(tmp_path / "a.mem", model, kept[0])
+        raw = (tmp_path / "a.mem").read_bytes()
+        for kind in (np.int32, np.int64):
+            assert np.array(secret[:3], kind).tobytes() not in raw
+
+
+def test_after_a_removal_the_pretrained_model_reads_a_new_text():
+    """A text has the logits that it has at the beginning, and answers recall the sentences that are left, also in
+    calls of any length and from a file.
+    """
     model, ids = sentence_model(), chat(1)
     with torch.no_grad():
         state = model(ids)[1]
         before = model.stored(state)[0]
-        after = model.without(state, [1, len(before) - 1])
-        assert model.stored(after)[0] == [s for n, s in enumerate(before) if n not in (1, len(before) - 1)]
-        recent = after.blocks[-1].recent[0].tolist()
-        gone = before[-1].tokens
-        assert not any(recent[n : n + len(gone)] == gone for n in range(len(recent)))
-        model(chat(8), after)
+        gone = {1, len(before) - 1}
+        left = model.without(state, sorted(gone))
+        assert model.stored(left)[0] == [s for n, s in enumerate(before) if n not in gone]
+        plain = torch.tensor([[3, 4, 40, 41, 42, 10, *range(60, 90)]])
+        logits, _ = model(plain, left)
+        torch.testing.assert_close(logits, model(plain)[0], atol=1e-10, rtol=0)
+        more = chat(8)
+        whole, last = model(more, left)
+        state, parts = left, []
+        for start in range(0, more.shape[1], 5):
+            logits, state = model(more[:, start : start + 5], state)
+            parts.append(logits)
+        torch.testing.assert_close(torch.cat(parts, 1), whole, atol=1e-10, rtol=0)
+        assert not torch.allclose(whole, model(more)[0])  # answers still recall what is left
+        for (name, x), (_, y) in zip(named(state), named(last), strict=True):
+            torch.testing.assert_close(x, y, atol=1e-10, rtol=0, msg=name)
     with pytest.raises(ValueError, match="remove"):
-        model.without(state, [len(before)])
+        model.without(left, [len(before)])
+
+
+def test_a_removal_within_a_message_leaves_the_rest_of_it():
+    model = sentence_model()
+    ids = [3, 4, 20, 21, 22, 10, 30, 31, 32, 10, 40, 41]
+    with torch.no_grad():
+        left = model.without(model(torch.tensor([ids]))[1], [0])
+        assert [each.tokens for each in model.stored(left)[0]] == [[30, 31, 32, 10], [40, 41]]
+        state = model(torch.tensor([[42, 43, 10, 6, 7, 3, 5, 60, 61]]), left)[1]
+        place = Position(*state.blocks[-1].scan[0, :-1].tolist())
+        assert (place.question_start, place.question_end) == (12, 15)
+        assert state.blocks[-1].answer is not None
 
 
 def test_the_oldest_sentences_are_dropped_when_the_store_is_full():
@@ -423,7 +507,7 @@ def test_the_training_loss_is_that_of_the_model():
     model = sentence_model(sinks=0, longest=30)
     row = rows_for_training(model)
     with torch.no_grad(), own_masks(model):
-        _, cache = _read(model, [row, row])
+        _, cache = read_rows(model, [row, row])
     for question in row.questions:
         start, ids = question.start, torch.from_numpy(row.tokens)[None]
         with torch.no_grad():

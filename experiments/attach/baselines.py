@@ -12,10 +12,7 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
-import re
 import time
-from collections import Counter
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -25,42 +22,19 @@ import torch.nn.functional as F
 
 import remanence
 from experiments.attach.chats import SYSTEM, Asked
-from experiments.attach.sentence_tests import Cell, conversation, is_unknown, user
+from experiments.attach.sentence_tests import Cell, answer_all, conversation, is_unknown, read_all, user
 from experiments.attach.sentences import Source
 from remanence.attached.folder import load
 from remanence.attached.sentences.model import recalled_context
 from remanence.attached.sentences.training import chat_row
+from remanence.evaluate.bm25 import Bm25
 from remanence.io.files import write_json
 
 COMPARED = [
     Cell("as written", 20, 4000, 10), Cell("held out", 20, 4000, 10), Cell("reversed", 20, 4000, 30),
-    Cell("free", 0, 4000, 50), Cell("updates", 20, 4000, 25), Cell("held out", 200, 4000, 2),
+    Cell("free", 0, 4000, 50), Cell("updates", 20, 4000, 25), Cell("held out", 200, 4000, 1),
 ]  # fmt: skip
 FOUND = 5
-
-
-def words(text: str) -> list[str]:
-    return re.findall(r"\w+", text.lower())
-
-
-class Bm25:
-    """Okapi BM25 with k1 = 1.5 and b = 0.75."""
-
-    def __init__(self, texts: list[str]) -> None:
-        self.counts = [Counter(words(text)) for text in texts]
-        self.lengths = [sum(c.values()) for c in self.counts]
-        self.mean = sum(self.lengths) / max(1, len(self.lengths))
-        seen = Counter(word for c in self.counts for word in c)
-        total = len(texts)
-        self.idf = {word: math.log(1 + (total - n + 0.5) / (n + 0.5)) for word, n in seen.items()}
-
-    def scores(self, question: str) -> list[float]:
-        asked = words(question)
-        found = []
-        for count, length in zip(self.counts, self.lengths, strict=True):
-            scale = 1.5 * (0.25 + 0.75 * length / self.mean)
-            found.append(sum(self.idf[w] * count[w] * 2.5 / (count[w] + scale) for w in asked if w in count))
-        return found
 
 
 class Embeddings:
@@ -93,15 +67,14 @@ def sentences_of(source: Source, ids: list[int]) -> list[list[int]]:
 def retrieve(args: argparse.Namespace) -> None:
     source, embed, rows = Source(args.cache), Embeddings(args.embeddings), []
     for cell in COMPARED:
-        for number in range(args.conversations or cell.conversations):
+        for number in range(min(args.conversations or cell.conversations, cell.conversations)):
             ids, asked = conversation(source, cell, number)
             stored = sentences_of(source, ids)
             texts = [source.decode(each).strip() for each in stored]
             bm25, vectors = Bm25(texts), embed(texts)
             near = (embed([q.text for q in asked]) @ vectors.mT).topk(FOUND, 1).indices.tolist()
             for index, q in enumerate(asked):
-                scores = bm25.scores(q.text)
-                best = sorted(sorted(range(len(texts)), key=lambda n: -scores[n])[:FOUND])
+                best = bm25.top(q.text, FOUND)
                 rows.append({
                     "cell": list(cell), "conversation": number, "question": index,
                     "bm25": [stored[n] for n in best],
@@ -143,7 +116,7 @@ def generate(model: Any, prompts: list[list[int]], batch: int, length: int = 28)
 
 def answer(args: argparse.Namespace) -> None:
     source = Source(args.cache)
-    dtype = torch.bfloat16 if args.device == "cuda" else torch.float32
+    dtype = torch.bfloat16
     if args.model:
         model = load(args.model, base=args.base, device=torch.device(args.device), dtype=dtype).eval()
     else:
@@ -154,15 +127,15 @@ def answer(args: argparse.Namespace) -> None:
     rows = []
     for cell in COMPARED:
         own = [each for each in known if each["cell"] == list(cell)]
+        if not own:
+            continue
         drawn = [conversation(source, cell, n) for n in range(1 + max(each["conversation"] for each in own))]
         asked: list[Asked] = [drawn[each["conversation"]][1][each["question"]] for each in own]
         for method in ("bm25", "embedding") if args.model else ("bm25", "embedding", "full context"):
             prompts, began = [], time.time()
             for each, q in zip(own, asked, strict=True):
                 texts = "\n".join(source.decode(ids).strip() for ids in each.get(method, []))
-                if method == "full context":
-                    prompts.append([*drawn[each["conversation"]][0], *source.encode(user(q.text))])
-                elif args.model:  # as the trained reader sees recalled sentences, without the text before
+                if args.model:  # as the trained reader sees recalled sentences, without the text before
                     block = recalled_context(model.sentences.format, source.segmenter.flags, each[method])
                     prompts.append([*source.encode(SYSTEM + user(q.text)), *block])
                 else:
@@ -171,9 +144,14 @@ def answer(args: argparse.Namespace) -> None:
             if args.model:
                 with model.adapter.active():
                     out = generate(model.base, prompts, args.batch)
+            elif method != "full context":
+                out = generate(model.base, prompts, args.batch)
+            if method == "full context":
+                state = read_all(model.attached, [ids for ids, _ in drawn], "off", 1)
+                pairs = [(each["conversation"], q) for each, q in zip(own, asked, strict=True)]
+                answers = list(answer_all(model.attached, state, pairs, "off", 8))
             else:
-                out = generate(model.base, prompts, args.batch if method != "full context" else 10)
-            answers = [source.decode(ids) for ids in out]
+                answers = [source.decode(ids) for ids in out]
             correct = [
                 any(v.lower() in text.lower() for v in q.values)
                 for q, text in zip(asked, answers, strict=True)

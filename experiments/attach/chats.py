@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import lzma
+from collections.abc import Container
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -38,6 +39,24 @@ SYSTEM = (
     "<|im_start|>system\nYou are a helpful AI assistant named SmolLM, trained by Hugging Face<|im_end|>\n"
 )
 """What the chat template of SmolLM2 writes in front of the first message."""
+OTHER_MARKS = {
+    "<start_of_turn>": {
+        SYSTEM: "",
+        "<|im_start|>user": "<start_of_turn>user",
+        "<|im_start|>assistant": "<start_of_turn>model",
+        "<|im_end|>": "<end_of_turn>",
+    }
+}
+"""How conversations, which are written with the marks of SmolLM2, read with the marks of another model."""
+
+
+def in_format(text: str, vocabulary: Container[str]) -> str:
+    """The text with the marks of the chat format that a vocabulary has."""
+    for mark, changes in OTHER_MARKS.items():
+        if mark in vocabulary:
+            for own, other in changes.items():
+                text = text.replace(own, other)
+    return text
 
 
 class Asked(NamedTuple):

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from experiments.attach.chats import SYSTEM, Asked, Test
+from experiments.attach.chats import SYSTEM, Asked, Test, in_format
 from experiments.attach.sentences import Source
 from remanence.attached.folder import load
 from remanence.config import Mode
@@ -201,12 +201,14 @@ def answer_all(
     model: Any, state: State, asked: list[tuple[int, Asked]], mode: Mode, batch: int
 ) -> Iterator[str]:
     """The greedy answers to questions, each with the number of its row."""
+    tokenizer, vocabulary = model.pretrained_tokenizer(), model.source.load_tokenizer().get_vocab()
+    stop = (in_format("<|im_end|>", vocabulary), "\n")
     for start in range(0, len(asked), batch):
         some = asked[start : start + batch]
         yield from Generation(
-            model, [user(q.text) for _, q in some],
-            Sampling(max_tokens=28, temperature=0.0, stop=("<|im_end|>", "\n")),
-            tokenizer=model.pretrained_tokenizer(), state=state.rows([row for row, _ in some]), memory_mode=mode,
+            model, [in_format(user(q.text), vocabulary) for _, q in some],
+            Sampling(max_tokens=28, temperature=0.0, stop=stop), tokenizer=tokenizer,
+            state=state.rows([row for row, _ in some]), memory_mode=mode,
         ).run().texts  # fmt: skip
 
 

@@ -32,10 +32,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import remanence
-from experiments.attach.chats import SYSTEM, UNKNOWN, Chats, pick
+from experiments.attach.chats import SYSTEM, UNKNOWN, Chats, in_format, pick
 from remanence.attached.sentences.config import SentenceConfig
 from remanence.attached.sentences.segments import Segmenter
-from remanence.attached.sentences.training import _read, _spans, answer_loss, chat_row
+from remanence.attached.sentences.training import _spans, addressing_loss, answer_loss, chat_row, read_rows
+from remanence.attached.sentences.vocabulary import MARKS
 from remanence.io.files import write_json
 
 FACTS = Path(__file__).parent / "facts"
@@ -56,13 +57,14 @@ class Source:
         self.sentences = SentenceConfig(**known)
         self.segmenter = Segmenter(self.sentences, np.load(cache / "flags.npy"))
         self.tokenizer = Tokenizer.from_file(str(cache / "tokenizer.json"))
+        self.vocabulary = self.tokenizer.get_vocab()
         general = [tuple(each) for each in json.loads((cache / "general.json").read_text())]
         self.chats = Chats(cache / "kamel.jsonl.xz", general)
         self.books = np.load(cache / "books-train.npy", mmap_mode="r")
         self.held_books = np.load(cache / "books-held.npy", mmap_mode="r")
 
     def encode(self, text: str) -> list[int]:
-        return list(self.tokenizer.encode(text, add_special_tokens=False).ids)
+        return list(self.tokenizer.encode(in_format(text, self.vocabulary), add_special_tokens=False).ids)
 
     def decode(self, ids: list[int]) -> str:
         return str(self.tokenizer.decode(ids, skip_special_tokens=False))
@@ -126,7 +128,7 @@ def prepare(args: argparse.Namespace) -> None:
     shutil.copyfile(args.kamel, args.cache / "kamel.jsonl.xz")
     for name, held, characters in (("train", False, 400_000), ("held", True, 2_000_000)):
         parts = [
-            np.array(tokenizer.encode(t[:characters]), np.uint16) for t in book_texts(args.books, held=held)
+            np.array(tokenizer.encode(t[:characters]), np.uint32) for t in book_texts(args.books, held=held)
         ]
         np.save(args.cache / f"books-{name}.npy", np.concatenate(parts))
     shutil.copyfile(FACTS / "general.txt", args.cache / "general.txt")
@@ -135,41 +137,47 @@ def prepare(args: argparse.Namespace) -> None:
 def answer_general(args: argparse.Namespace) -> None:
     """Write the pretrained model's own replies to general questions, as examples of answers without a memory."""
     model = remanence.attach(args.base, kind="sentences", window=512).model.to(args.device)
-    tokenizer = model.pretrained_tokenizer()
+    model.base.to(DTYPE)
+    tokenizer, (user, assistant, end, _) = model.pretrained_tokenizer(), model_marks(model)
     model.attached.window = None
     prompts = (args.cache / "general.txt").read_text().splitlines()
-    own = replies(model, tokenizer.encode, lambda ids: tokenizer.decode(list(ids)), prompts)
-    write_json(args.cache / "general.json", [[p, *each] for p, each in zip(prompts, own, strict=True)])
+    system = SYSTEM if "<|im_start|>" in user else ""
+    asked = [tokenizer.encode(f"{system}{user}{prompt}{end}\n{assistant}") for prompt in prompts]
+    found: list[list[Any]] = []
+    for start in range(0, len(asked), args.batch):
+        for own in continuations(model, asked[start : start + args.batch], args.tokens):
+            found.append(
+                [prompts[len(found)], *whole_sentences(tokenizer.decode(own), len(own) < args.tokens)]
+            )
+        print(f"{len(found)} of {len(asked)}", flush=True)
+    write_json(args.cache / "general.json", found)
+
+
+def model_marks(model: Any) -> tuple[str, str, str, str]:
+    """The texts around messages in the chat format of a model (see `vocabulary.MARKS`)."""
+    decode = model.pretrained_tokenizer().decode
+    return next(known for known in MARKS.values() if known[0] == decode(list(model.sentences.format.user)))
 
 
 @torch.no_grad()
-def replies(
-    model: Any, encode: Any, decode: Any, prompts: list[str], most: int = 96, batch: int = 640
-) -> list[tuple[str, bool]]:
-    """The greedy replies of the pretrained model, and whether they ended within `most` tokens. Others are cut behind
-    the last sentence.
-    """
-    found = []
-    for start in range(0, len(prompts), batch):
-        some = [
-            encode(f"{SYSTEM}<|im_start|>user\n{p}<|im_end|>\n<|im_start|>assistant\n")
-            for p in prompts[start : start + batch]
-        ]
-        longest = max(map(len, some))
-        ids = torch.tensor([[2] * (longest - len(x)) + x for x in some], device=model.device)
-        seen = torch.tensor([[0] * (longest - len(x)) + [1] * len(x) for x in some], device=model.device)
-        out = model.base.generate(
-            input_ids=ids, attention_mask=seen, max_new_tokens=most, do_sample=False, repetition_penalty=1.1,
-            pad_token_id=2, eos_token_id=2,
-        )  # fmt: skip
-        for row in out[:, longest:].tolist():
-            if 2 in row:
-                found.append((decode(row[: row.index(2)]).strip(), True))
-                continue
-            text = decode(row).strip()
-            ends = [m.end() for m in re.finditer(r"[.!?](?=\s|$)", text)]
-            found.append((text[: ends[-1]] if ends else text, False))
-    return found
+def continuations(model: Any, prompts: list[list[int]], most: int) -> list[list[int]]:
+    """Greedy continuations of prompts by the pretrained model, up to the end of the message."""
+    end, longest = model.sentences.format.end, max(map(len, prompts))
+    ids = torch.tensor([[end] * (longest - len(x)) + x for x in prompts], device=model.device)
+    seen = torch.tensor([[0] * (longest - len(x)) + [1] * len(x) for x in prompts], device=model.device)
+    out = model.base.generate(
+        input_ids=ids, attention_mask=seen, max_new_tokens=most, do_sample=False, repetition_penalty=1.1,
+        pad_token_id=end, eos_token_id=end,
+    )  # fmt: skip
+    return [row[: row.index(end)] if end in row else row for row in out[:, longest:].tolist()]
+
+
+def whole_sentences(text: str, ended: bool) -> tuple[str, bool]:
+    """The text, and whether it ended; if it did not, the text up to the last end of a sentence."""
+    if ended:
+        return text.strip(), True
+    ends = [m.end() for m in re.finditer(r"[.!?](?=\s|$)", text)]
+    return (text[: ends[-1]] if ends else text).strip(), False
 
 
 # ------------------------------------------------------------------ training
@@ -183,7 +191,7 @@ def draw_distractors(model: Any, source: Source, rng: np.random.Generator) -> tu
         start = int(rng.integers(len(source.books) - 768))
         ids = source.books[start : start + 768].astype(np.int64)
         row = chat_row(source, source.encode, source.decode, [ids], len(ids))
-        hidden, _ = _read(model, [row])
+        hidden, _ = read_rows(model, [row])
         found.append(_spans(hidden, [(0, a, b) for a, b in row.sentences], model.sentences.longest))
     return torch.cat([x for x, _ in found]), torch.cat([inside for _, inside in found])
 
@@ -191,7 +199,7 @@ def draw_distractors(model: Any, source: Source, rng: np.random.Generator) -> tu
 def set_statistics(model: Any, rows: list[Any]) -> None:
     """Set the mean and deviation by which the encoder standardises hidden states."""
     with torch.no_grad():
-        hidden, _ = _read(model, rows)
+        hidden, _ = read_rows(model, rows)
     flat = torch.cat([x[8 : len(row.tokens)] for x, row in zip(hidden, rows, strict=True)]).float()
     model.encoder.mean.data.copy_(flat.mean(0))
     model.encoder.deviation.data.copy_(flat.std(0) + 1e-3)
@@ -206,6 +214,8 @@ def untrained(args: argparse.Namespace) -> Any:
     model.attached.window = None  # rows are read with a mask of their own
     if args.device == "cuda":
         fuse_norms(model.base)
+    else:
+        use_grouped_attention(model.base)
     return model
 
 
@@ -217,8 +227,54 @@ def fuse_norms(base: nn.Module) -> None:
             module.forward = lambda x, weight=weight, eps=eps: F.rms_norm(x, weight.shape, weight, eps)
 
 
+def grouped_attention(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scaling: float, **_: Any
+) -> tuple[Tensor, None]:
+    """Attention as matrix products, which on a CPU takes a third of the time of the fused operator when gradients are
+    needed. Long inputs are computed in blocks of queries, each with the keys that its rows see.
+    """
+    rows, heads, length, dim = query.shape
+    shared, found = key.shape[1], []
+    for start in range(0, length, length if torch.is_grad_enabled() else 128):
+        stop = length if torch.is_grad_enabled() else start + 128
+        allowed = mask[:, :, start:stop]
+        seen = slice(None) if stop - start == length else allowed.any((0, 1, 2)).nonzero().squeeze(1)
+        allowed = allowed[..., seen]
+        q = (query[:, :, start:stop] * scaling).reshape(rows, shared, -1, dim)
+        score = (q @ key[:, :, seen].mT).view(rows, shared, heads // shared, *allowed.shape[2:])
+        bias = torch.zeros_like(allowed, dtype=score.dtype).masked_fill(~allowed, -1e4)
+        weight = (score + bias.unsqueeze(2)).softmax(-1).view(rows, shared, -1, allowed.shape[3])
+        found.append((weight @ value[:, :, seen]).view(rows, heads, -1, dim))
+    return torch.cat(found, 2).transpose(1, 2), None
+
+
+def use_grouped_attention(base: nn.Module) -> None:
+    """Compute the attention of a pretrained model with `grouped_attention`. Every call must be given a mask."""
+    from transformers import AttentionInterface
+
+    AttentionInterface.register("grouped", grouped_attention)
+    base.config._attn_implementation = "grouped"
+
+
+class Replay:
+    """Earlier rows with their hidden states. Further updates of the encoder with them need no pretrained model."""
+
+    def __init__(self, rows: int, rng: np.random.Generator) -> None:
+        self.rows, self.rng, self.stored = rows, rng, []
+
+    def add(self, rows: list[Any], hidden: Tensor) -> None:
+        """Store rows and their hidden states ``[b t d]``."""
+        self.stored += [(row, own[: len(row.tokens)].clone()) for row, own in zip(rows, hidden, strict=True)]
+
+    def draw(self) -> tuple[list[Any], Tensor]:
+        """Random rows and their hidden states, padded."""
+        some = self.rng.permutation(len(self.stored))[: self.rows]
+        rows, hidden = zip(*(self.stored[n] for n in some), strict=True)
+        return list(rows), nn.utils.rnn.pad_sequence(hidden, batch_first=True)
+
+
 def train(args: argparse.Namespace) -> None:
-    torch.set_num_threads(2)
+    torch.set_num_threads(args.threads)
     args.out.mkdir(parents=True, exist_ok=True)
     model, source = untrained(args), Source(args.cache)
     x, inside = draw_distractors(model, source, np.random.default_rng(args.seed))
@@ -240,7 +296,7 @@ def train(args: argparse.Namespace) -> None:
     else:
         set_statistics(model, source.rows(args, 10**6))
     encode_unknown = lambda rng: [*source.encode(str(pick(rng, UNKNOWN))), model.sentences.format.end]
-    feed = batches(args, first)
+    feed, replay = batches(args, first), Replay(args.replay, np.random.default_rng(args.seed))
     rows = next(feed)
     started, call, saved_at, recent, step = time.time() - spent, time.time(), time.time(), [], first
     for number in range(first, args.steps):
@@ -252,10 +308,16 @@ def train(args: argparse.Namespace) -> None:
             group["lr"] = own * rate
         rng = np.random.default_rng([args.seed, number, 10**6])
         some = torch.from_numpy(rng.permutation(len(x))[:96]).to(x.device)
+        others = (x[some], inside[some])
+        hidden, cache = read_rows(model, rows)
         losses = answer_loss(
-            model, rows, rng, answers=args.answers, unknown=encode_unknown, part=args.part,
-            distractors=(x[some], inside[some]), window=None if rng.random() < 0.25 else 128,
+            model, rows, rng, answers=args.answers, unknown=encode_unknown, part=args.part, distractors=others,
+            window=None if rng.random() < args.whole_window else 128, read=(hidden, cache),
         )  # fmt: skip
+        if args.replay:
+            if replay.stored:
+                addressing_loss(model, *replay.draw(), distractors=others).backward()
+            replay.add(rows, hidden)
         nn.utils.clip_grad_norm_(parameters, 1.0)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
@@ -312,6 +374,8 @@ def main() -> None:
     own.set_defaults(run=answer_general)
     own.add_argument("base", type=Path)
     own.add_argument("--cache", type=Path, required=True)
+    own.add_argument("--tokens", type=int, default=96, help="the longest reply")
+    own.add_argument("--batch", type=int, default=640 if torch.cuda.is_available() else 40)
     own.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     own = commands.add_parser("train")
     own.set_defaults(run=train)
@@ -319,7 +383,8 @@ def main() -> None:
     for name in ("cache", "out"):
         own.add_argument(f"--{name}", type=Path, required=True)
     for name, value in {"steps": 3000, "rows": 16, "answers": 14, "part": 128, "length": 1152, "book": 400, "rank": 32,
-                        "recalled": 5, "warmup": 30, "every": 25, "workers": 4, "seed": 0}.items():  # fmt: skip
+                        "recalled": 5, "warmup": 30, "every": 25, "workers": 4, "replay": 0, "threads": 2,
+                        "seed": 0}.items():  # fmt: skip
         own.add_argument(f"--{name}", type=int, default=value)
     for name, value in {
         "seconds": 3600.0,
@@ -328,6 +393,7 @@ def main() -> None:
         "lr": 1e-3,
         "encoder-lr": 1e-3,
         "decay": 0.5,
+        "whole-window": 0.25,
     }.items():
         own.add_argument(f"--{name}", type=float, default=value)
     own.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")

@@ -1,5 +1,5 @@
-"""Functions for the pretrained model that a memory is attached to: load it, check that it is supported,
-compute its digest.
+"""Functions for the pretrained model that a memory is attached to: check that it is supported, compute its digest.
+`attached/source.py` loads it.
 
 The extra `attach` installs transformers, which is imported only when it is needed.
 """
@@ -9,93 +9,25 @@ from __future__ import annotations
 import hashlib
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
-from pathlib import Path
-from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, NamedTuple, TypedDict, TypeVar
+from typing import TYPE_CHECKING, TypedDict
 
 import torch
 from torch import Tensor
 
+from remanence.attached.source import PretrainedSource as PretrainedSource
 from remanence.io.files import canonical
 from remanence.runtime.choices import short_repr
-from remanence.runtime.errors import first_line
-from remanence.tokenizers.tokens import Tokenizer, load_tokenizer
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
-
-T = TypeVar("T")
+    from transformers import PreTrainedConfig, PreTrainedModel
 
 JsonValue = str | int | float | bool | None | list["JsonValue"] | dict[str, "JsonValue"]
 """Data that can be written as JSON."""
 
 LEGACY_SAMPLES = 4096
 """The maximum number of values of each weight tensor that a digest in the earlier format covers."""
-
-
-class PretrainedSource(NamedTuple):
-    """The place from which a pretrained model is loaded."""
-
-    name: str
-    """A folder, or a name on the Hugging Face hub; empty if unknown."""
-    gguf: str | None = None
-    """The name of a GGUF file in the folder; None if the weights are in the usual format of transformers."""
-
-    @classmethod
-    def from_path(cls, base: str | Path) -> PretrainedSource:
-        """The source for a folder, a name on the hub, or the path of a ``.gguf`` file."""
-        path = Path(base)
-        if path.suffix == ".gguf":
-            if not path.is_file():
-                raise ValueError(f"base: expected a GGUF file, got {base}, which is not there")
-            return cls(str(path.parent.resolve()), path.name)
-        return cls(str(path.resolve()) if path.is_dir() else str(base))
-
-    def _load(self, from_pretrained: Callable[..., T], **options: object) -> T:
-        """Call a ``from_pretrained`` of transformers for this source, and turn its errors into a ValueError."""
-        if self.gguf is not None:
-            options["gguf_file"] = self.gguf
-        try:
-            return from_pretrained(self.name, **options)
-        except ImportError as error:
-            hint = "pip install 'remanence[attach]'"
-            raise ValueError(
-                f"base: reading {self.name} needs the extra 'attach': {hint} ({first_line(error)})"
-            ) from None
-        except (OSError, ValueError, KeyError) as error:
-            raise ValueError(
-                f"base: expected the folder or name of a causal language model, got {self.name} ({first_line(error)})"
-            ) from None
-
-    def load_model(self, dtype: torch.dtype | None = None) -> PreTrainedModel:
-        """Load the model. `dtype` None: the dtype in which it is stored; float32 for a GGUF file."""
-        from transformers import AutoModelForCausalLM
-
-        return self._load(
-            AutoModelForCausalLM.from_pretrained,
-            dtype=dtype or ("auto" if self.gguf is None else torch.float32),
-        )
-
-    def load_tokenizer(self) -> PreTrainedTokenizerBase:
-        """Load the tokenizer as a transformers tokenizer."""
-        from transformers import AutoTokenizer
-
-        return self._load(AutoTokenizer.from_pretrained)
-
-    def load_native_tokenizer(self) -> Tokenizer | None:
-        """Load the tokenizer as a tokenizer of this package; None if there is none, or it has no
-        ``tokenizer.json``.
-        """
-        if not self.name:
-            return None
-        with suppress(ValueError, AttributeError), TemporaryDirectory() as folder:
-            self.load_tokenizer().save_pretrained(folder)
-            if (Path(folder) / "tokenizer.json").is_file():
-                return load_tokenizer(folder)
-        return None
 
 
 def check_model(model: PreTrainedModel) -> None:

@@ -25,6 +25,7 @@ from remanence.io.shipped import resolve_model_path
 from remanence.io.tensors import aligned, read_tensors, write_tensors
 from remanence.model import CausalModel, Model
 from remanence.runtime.choices import short_repr
+from remanence.runtime.device import inference_dtype
 
 KIND = "remanence_attached"
 """The `model_type` in ``config.json``."""
@@ -100,8 +101,9 @@ def load(
 ) -> Any:
     """Load an attached model from a folder that `save` wrote. `base` is the pretrained model, its folder or
     its name; None: the one named in config.json. `dtype` is that of the pretrained model; None: the dtype in
-    which it is stored. With `trained`, the parameters of memories and LoRA are loaded as float32, so that
-    they can be trained.
+    which it is stored, or for the quantised weights of a GGUF file the one that is fastest on the device
+    (`inference_dtype`). With `trained`, the parameters of memories and LoRA are loaded as float32, so that
+    they can be trained, and so are the weights of a GGUF file.
     """
     folder = resolve_model_path(folder)
     config, source = read_config(folder)
@@ -111,6 +113,8 @@ def load(
         )
     if isinstance(base, str | Path):
         source = PretrainedSource.from_path(base)
+    if dtype is None and source.gguf is not None and not trained:
+        dtype = inference_dtype(device)
     model = base if base is not None and not isinstance(base, str | Path) else source.load_model(dtype)
     check_model(model)
     # Digests are of weights rounded to bfloat16. Weights that were rounded to float16 first would give another digest,

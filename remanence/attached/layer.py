@@ -11,12 +11,11 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from remanence.attached.store import AttachedKnn
-from remanence.attached.window import WindowSpec, WindowState, attend
+from remanence.attached.window import WindowSpec, WindowState
 from remanence.layers.attention import AttentionState
 from remanence.memory.neural import NeuralMemory, NeuralMemoryState
 from remanence.mixers.knn import KnnState
 from remanence.mixers.memory import Memory
-from remanence.ops.layout import from_rows, pad_to_mask
 from remanence.runtime.positions import with_host_copy
 from remanence.runtime.state import TensorTuple
 
@@ -123,14 +122,7 @@ class AttachedLayer:
         assert isinstance(memory, Memory)
         if call is None:  # the pretrained model was called directly
             return torch.zeros_like(x)
-        state = None if call.state is None else call.state.blocks[self.index].memory
-        inner = x if call.mask is None else x[call.mask].unsqueeze(0)
-        if not torch.is_autocast_enabled(x.device.type):  # the memory may have a wider dtype than x
-            inner = inner.to(memory.layer.o_proj.weight.dtype)
-        m, call.memories[self.index], call.traces[self.index] = memory(
-            inner, state, call.offsets, call.memory_mode
-        )
-        return (m if call.mask is None else pad_to_mask(m, call.mask)).to(x.dtype)
+        return call.read_memory(self, memory, x)
 
     def _record_input(self, module: nn.Module, args: HookArgs, kwargs: HookKwargs) -> None:
         """A hook that saves the input of the attention module for the kNN store, which is queried after
@@ -172,21 +164,13 @@ def windowed_attention(
     ``[b t h e]`` and the attention weights, which are always None here.
     """
     layer: AttachedLayer = module.remanence_layer  # type: ignore[assignment]
-    owner, index, spec = layer.owner, layer.index, layer.window_spec
-    call = owner.current_call()
+    call, spec = layer.owner.current_call(), layer.window_spec
     assert call is not None and spec is not None
     q, k, v = (x.transpose(1, 2) for x in (query, key, value))
-    state = None if call.state is None else call.state.blocks[index]
     rotation = None
     if layer.rotation_key is not None and spec.is_narrowed:
         rotation = call.rotations.get(layer.rotation_key)
-    seen = attend(q, k, v, state and state.attention, spec, scaling, rotation, call.offsets, softcap)
-    call.attention_states[index] = seen.state
-    if not isinstance(layer.memory, AttachedKnn):
-        return from_rows(seen.y, seen.packed_index), None
-    queries_keys = owner.family.queries_keys(module, call.inputs.pop(index), owner.config.heads)
-    y, call.memories[index] = layer.memory.read(seen, queries_keys, state and state.memory, call)
-    return y, None
+    return call.attend(layer, q, k, v, scaling, rotation, softcap), None
 
 
 @torch.no_grad()

@@ -37,6 +37,7 @@ from remanence.ops.checks import check_offsets, count_documents
 from remanence.runtime.choices import check_choice
 from remanence.runtime.deprecation import renamed_attribute
 from remanence.runtime.mode import RenamedMode, renamed_mode
+from remanence.runtime.module import alteration_reason, modules_of
 from remanence.runtime.positions import with_host_copy
 from remanence.tokenizers.tokens import Tokenizer
 
@@ -253,7 +254,22 @@ class Attached(nn.Module):
         return "the code of a pretrained model may branch on values"
 
     def decode_unsupported_reason(self, memory_mode: Mode) -> str | None:
-        return "the code of a pretrained model has no decoder"
+        if self._window is None:
+            return "the state of a pretrained model without a window grows"
+        if self.config.kind == "knn":
+            return "a kNN store of a pretrained model has no decoder"
+        memories = list(self.memories.values())
+        if (reason := alteration_reason(modules_of(*memories))) is not None:
+            return reason
+        reasons = (memory.decode_unsupported_reason() for memory in memories)  # type: ignore[operator]
+        return next((reason for reason in reasons if reason is not None), None)
+
+    @property
+    def decoder_class(self) -> Any:
+        """The class that decodes the model token by token, in place."""
+        from remanence.attached.decoder import AttachedDecoder
+
+        return AttachedDecoder
 
     # Forward pass.
 
@@ -325,19 +341,21 @@ class Attached(nn.Module):
             return read_full_attention(self, tokens, state, mask, borders, mode, keep, layers)
         return read_windowed(self, tokens, state, mask, borders, mode, keep, layers)
 
+    def check_state(self, state: object) -> None:
+        """Raise a ValueError for a state of another model, or of this one with another window."""
+        if not isinstance(state, State) or len(state.blocks) != len(self.attached_layers):
+            raise ValueError(
+                f"state: expected the State this model returned, or None, got {type(state).__name__}"
+            )
+        for layer, part in zip(self.attached_layers, state.blocks, strict=True):
+            layer.check(part)
+
     def _check_call(self, tokens: Tensor, state: object, mask: object, offsets: object) -> None:
         """Raise a ValueError for a state of another model, a mask of a wrong shape or dtype, or both mask and
         offsets.
         """
-        if state is not None and (
-            not isinstance(state, State) or len(state.blocks) != len(self.attached_layers)
-        ):
-            raise ValueError(
-                f"state: expected the State this model returned, or None, got {type(state).__name__}"
-            )
-        if isinstance(state, State):
-            for layer, part in zip(self.attached_layers, state.blocks, strict=True):
-                layer.check(part)
+        if state is not None:
+            self.check_state(state)
         if mask is None:
             return
         if offsets is not None:

@@ -12,14 +12,16 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from remanence.attached.layer import AttachedLayerState
-from remanence.attached.window import WindowState, relative_rotation
+from remanence.attached.layer import AttachedLayer, AttachedLayerState
+from remanence.attached.store import AttachedKnn
+from remanence.attached.window import WindowState, attend, relative_rotation
 from remanence.backbone import State, Trace
 from remanence.config import Mode
 from remanence.layers.attention import AttentionState
 from remanence.memory.neural import NeuralMemoryState
 from remanence.mixers import KnnState, MemoryTrace, SharedValues, Text
-from remanence.ops.layout import pad_to_mask, to_rows
+from remanence.mixers.memory import Memory
+from remanence.ops.layout import from_rows, pad_to_mask, to_rows
 from remanence.runtime.positions import advance_position, positions_of, with_host_copy
 
 if TYPE_CHECKING:
@@ -64,6 +66,46 @@ class Call:
         self.inputs: dict[int, Tensor] = {}
         self.memories: dict[int, NeuralMemoryState | KnnState] = {}
         self.traces: dict[int, MemoryTrace | None] = {}
+
+    def attend(
+        self,
+        layer: AttachedLayer,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        scaling: float,
+        rotation: tuple[Tensor, Tensor] | None,
+        cap: float | None,
+    ) -> Tensor:
+        """The output of windowed attention of a layer ``[b t h e]`` for rotated queries, keys and values. It also reads
+        the kNN store of the layer, if there is one.
+        """
+        assert layer.window_spec is not None
+        index, memory = layer.index, layer.memory
+        state = None if self.state is None else self.state.blocks[index]
+        attention = state and state.attention
+        seen = attend(q, k, v, attention, layer.window_spec, scaling, rotation, self.offsets, cap)
+        self.attention_states[index] = seen.state
+        if not isinstance(memory, AttachedKnn):
+            return from_rows(seen.y, seen.packed_index)
+        owner = layer.owner
+        queries_keys = owner.family.queries_keys(layer.module, self.inputs.pop(index), owner.config.heads)
+        y, self.memories[index] = memory.read(seen, queries_keys, state and state.memory, self)
+        return y
+
+    def read_memory(self, layer: AttachedLayer, memory: Memory, x: Tensor) -> Tensor:
+        """The output of the neural memory of a layer for the input of its attention module ``[b t d]``."""
+        index = layer.index
+        state = None if self.state is None else self.state.blocks[index].memory
+        inner = x if self.mask is None else x[self.mask].unsqueeze(0)
+        inner = memory_input(memory, inner)
+        m, self.memories[index], self.traces[index] = memory(inner, state, self.offsets, self.memory_mode)
+        return (m if self.mask is None else pad_to_mask(m, self.mask)).to(x.dtype)
+
+
+def memory_input(memory: Memory, x: Tensor) -> Tensor:
+    """The input of a neural memory in its dtype, which may be wider than that of the pretrained model."""
+    return x if torch.is_autocast_enabled(x.device.type) else x.to(memory.layer.o_proj.weight.dtype)
 
 
 CURRENT_CALL: ContextVar[Call | None] = ContextVar("call", default=None)
@@ -116,15 +158,21 @@ def read_windowed(
     call = Call(model, memory_mode, state, position, borders, None)
     call.keep = keep
     call.text = Text(tokens, None, model.logits)
-    if model.config.sinks:
-        # Queries beyond this position see the first tokens as if they were at this position.
-        like, farthest = model.embed.weight[:1].float(), (model._window or 0) + model.config.sinks - 1
-        now, then = (
-            model.family.rotations(model.base, like, at) for at in (place, place.clamp(max=farthest))
-        )
-        call.rotations = {name: relative_rotation(now[name], then[name]) for name in now}
+    call.rotations = sink_rotations(model, place)
     hidden, inner = run_base(model, call, layers, input_ids=tokens, position_ids=place, use_cache=False)
     return make_trace(model, call, hidden, inner, borders, tokens.shape[1])
+
+
+def sink_rotations(model: Attached, place: Tensor) -> dict[str, tuple[Tensor, Tensor]]:
+    """The cosines and sines that rotate queries at positions `place` ``[b t]`` to where they see the first tokens, by
+    `Family.rotation_key`; empty if these are not seen.
+    """
+    if not model.config.sinks:
+        return {}
+    # Queries beyond this position see the first tokens as if they were at this position.
+    like, farthest = model.embed.weight[:1].float(), (model._window or 0) + model.config.sinks - 1
+    now, then = (model.family.rotations(model.base, like, at) for at in (place, place.clamp(max=farthest)))
+    return {name: relative_rotation(now[name], then[name]) for name in now}
 
 
 def read_full_attention(

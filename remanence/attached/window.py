@@ -15,11 +15,15 @@ import torch
 from torch import Tensor
 
 from remanence.layers.attention import AttentionState, next_attention_state
-from remanence.layers.masks import causal_mask
+from remanence.layers.masks import band_mask, causal_mask
 from remanence.layers.softmax import sliding_attention
 from remanence.ops.layout import to_rows
+from remanence.runtime.cache import cached_by_size
 from remanence.runtime.positions import host_copy, with_host_copy
 from remanence.runtime.state import TensorTuple
+
+CPU_BLOCK = 128
+"""The number of queries in a block of `blockwise_attention` on a CPU, whose scores then fit into its caches."""
 
 UNSEEN = -1e30
 """The score that masks a first token while it is still inside the window, so that it does not count twice. It
@@ -160,45 +164,137 @@ def attend(
         x if fresh else torch.cat([past.to(x.dtype), x], 1) for past, x in ((old.k, k), (old.v, v))
     )
     repeat_heads = lambda x: x.repeat_interleave(heads // x.shape[2], 2) if x.shape[2] < heads else x
-    scaled_q = q * (scaling * width**0.5)  # attention divides the scores by the root of the width
-    no_prefix = (k.new_zeros(0, heads, width),) * 2
     host_position = [0] * rows if fresh else host_copy(position)
     inside = host_position is not None and max(host_position) + tokens <= spec.window
     is_window_enough = inside or not spec.sinks or not spec.is_narrowed
-    window_output: Tensor
-    if cap is None:
-        window_output = sliding_attention(
+    if rotation is not None and not is_window_enough:
+        rotation = to_rows(rotation[0], offsets)[0], to_rows(rotation[1], offsets)[0]
+    if cap is not None or (q.device.type == "cpu" and not torch.is_grad_enabled()):
+        first = None if is_window_enough else (sinks[0], sinks[1])
+        y = blockwise_attention(q, keys, values, first, spec.window, position, scaling, rotation, cap)
+    else:
+        scaled_q = q * (scaling * width**0.5)  # attention divides the scores by the root of the width
+        y = sliding_attention(
             scaled_q,
             repeat_heads(keys),
             repeat_heads(values),
-            no_prefix,
+            (k.new_zeros(0, heads, width),) * 2,
             spec.window,
             None if fresh else position,
             lse=not is_window_enough,
         )
-    else:
-        window_output = _capped_attention(
-            scaled_q, repeat_heads(keys), repeat_heads(values), spec.window, position, cap
-        )
-    y = window_output[..., :width].to(q.dtype)
-    if not is_window_enough:
-        rotation = (
-            None if rotation is None else (to_rows(rotation[0], offsets)[0], to_rows(rotation[1], offsets)[0])
-        )
-        place = position.unsqueeze(-1) + torch.arange(tokens, device=q.device)
-        y = _add_sinks(
-            window_output,
-            scaled_q,
-            repeat_heads(sinks[0]),
-            repeat_heads(sinks[1]),
-            place,
-            rotation,
-            spec.window,
-            cap,
-        )
+        if not is_window_enough:
+            place = position.unsqueeze(-1) + torch.arange(tokens, device=q.device)
+            first = repeat_heads(sinks[0]), repeat_heads(sinks[1])
+            y = _add_sinks(y, scaled_q, *first, place, rotation, spec.window)
         y = y.to(q.dtype)
     window = next_attention_state(old, k, v, offsets, spec.history, spec.slack)
     return WindowOutput(y, repeat_heads(v), WindowState(sinks[0], sinks[1], window), packed_index)
+
+
+def blockwise_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    sinks: tuple[Tensor, Tensor] | None,
+    window: int,
+    position: Tensor,
+    scaling: float,
+    rotation: tuple[Tensor, Tensor] | None,
+    cap: float | None = None,
+) -> Tensor:
+    """Compute attention of queries ``[r t h e]`` over a window of cached and new keys ``[r s+t h e]``, and over the
+    keys and values of the first tokens that have left the window, `sinks`, if they are given. One softmax in blocks of
+    queries, so memory is linear in t. Scores can be soft-capped, which the fused kernels of torch do not support.
+
+    On a CPU without gradients it computes in bfloat16 if the queries have this dtype, otherwise at least in float32.
+    """
+    queries, cached = q.shape[1], k.shape[1] - q.shape[1]
+    dtype, block = score_dtype(q), CPU_BLOCK if q.device.type == "cpu" else max(window // 2, 16)
+    known = host_copy(position)
+    far = None if sinks is None else SeenSinks(*(x.transpose(1, 2).to(dtype) for x in sinks))
+    pieces = []
+    with torch.autocast(q.device.type, enabled=False):
+        for start in range(0, queries, block):
+            stop = min(start + block, queries)
+            begin = max(0, cached + start - window + 1)
+            if known is not None and begin and min(known) + start >= window - 1:
+                bias = _band_bias(stop - start, window, dtype, q.device)
+            else:
+                mask = causal_mask(stop - start, cached + start - begin, 0, position + start, window)
+                bias = as_bias(mask, dtype)
+            own = q[:, start:stop] * scaling
+            keys, values = (x[:, begin : cached + stop].transpose(1, 2).to(dtype) for x in (k, v))
+            if far is not None:
+                part = None if rotation is None else (rotation[0][:, start:stop], rotation[1][:, start:stop])
+                place = position.unsqueeze(-1) + torch.arange(start, stop, device=q.device)
+                far = far._replace(q=rotated(own, part), bias=sink_bias(place, far.k.shape[2], window, dtype))
+            pieces.append(window_softmax(own, keys, values, bias, far, cap))
+    return torch.cat(pieces, 1).to(q.dtype)
+
+
+class SeenSinks(NamedTuple):
+    """The first tokens of a text as seen by some queries: keys and values ``[r h s e]``, the rotated queries
+    ``[r t h e]``, and the bias of their scores ``[r t s]``.
+    """
+
+    k: Tensor
+    v: Tensor
+    q: Tensor | None = None
+    bias: Tensor | None = None
+
+
+def window_softmax(
+    q: Tensor, keys: Tensor, values: Tensor, bias: Tensor, sinks: SeenSinks | None, cap: float | None
+) -> Tensor:
+    """Attention of scaled queries ``[r t h e]`` over the first tokens and over other keys and values ``[r h s e]``, in
+    one softmax with the dtype of the keys. `bias` ``[r or 1, t, s]`` is added to the scores.
+    """
+    groups, queries = keys.shape[1], q.shape[1]
+
+    def scores(q: Tensor, k: Tensor, bias: Tensor) -> Tensor:
+        # Heads that share a key are put beside each other, as more queries of this key.
+        q = q.unflatten(2, (groups, -1)).permute(0, 2, 3, 1, 4).flatten(2, 3).to(k.dtype)
+        score = _capped(q @ k.mT, cap)
+        score.unflatten(2, (-1, queries)).add_(bias[:, None, None])
+        return score
+
+    near = scores(q, keys, bias)
+    if sinks is None:
+        y = near.softmax(-1) @ values
+    else:
+        assert sinks.q is not None and sinks.bias is not None
+        weight = torch.cat([scores(sinks.q, sinks.k, sinks.bias), near], -1).softmax(-1)
+        count = sinks.k.shape[2]
+        y = weight[..., :count] @ sinks.v + weight[..., count:] @ values
+    return y.unflatten(2, (-1, queries)).permute(0, 3, 1, 2, 4).flatten(2, 3)
+
+
+def score_dtype(q: Tensor) -> torch.dtype:
+    """The dtype of scores in `blockwise_attention` and decoding: bfloat16 for such queries on a CPU without gradients,
+    otherwise at least float32.
+    """
+    fast = q.device.type == "cpu" and q.dtype == torch.bfloat16 and not torch.is_grad_enabled()
+    return q.dtype if fast else torch.promote_types(q.dtype, torch.float32)
+
+
+def sink_bias(place: Tensor, count: int, window: int, dtype: torch.dtype) -> Tensor:
+    """The bias ``[r t s]`` of the scores of `count` first tokens for queries at positions `place` ``[r t]``: first
+    tokens that are still inside the window are masked.
+    """
+    left = place.unsqueeze(-1) - torch.arange(count, device=place.device) >= window
+    return torch.zeros(left.shape, dtype=dtype, device=place.device).masked_fill_(~left, UNSEEN)
+
+
+def as_bias(mask: Tensor, dtype: torch.dtype) -> Tensor:
+    """A mask as numbers to add to scores: 0 where it is true, otherwise -inf."""
+    return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill_(~mask, -torch.inf)
+
+
+@cached_by_size
+def _band_bias(queries: int, window: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """The bias of a block of queries that all see a whole window ``[1 t s]``."""
+    return as_bias(band_mask(queries, window, 0, device).unsqueeze(0), dtype)
 
 
 def _capped(score: Tensor, cap: float | None) -> Tensor:
@@ -206,25 +302,10 @@ def _capped(score: Tensor, cap: float | None) -> Tensor:
     return score if cap is None else (score / cap).tanh() * cap
 
 
-def _capped_attention(q: Tensor, k: Tensor, v: Tensor, window: int, position: Tensor, cap: float) -> Tensor:
-    """Compute `sliding_attention` with soft-capped scores, which the fused kernels of torch do not support.
-    Returns the output with the log-sum-exp as last channel ``[r t h e+1]``. Works in blocks of queries, so
-    memory is linear in t.
-    """
-    queries, cached, wide = q.shape[1], k.shape[1] - q.shape[1], torch.promote_types(q.dtype, torch.float32)
-    block, pieces = max(window // 2, 16), []
-    with torch.autocast(q.device.type, enabled=False):
-        for start in range(0, queries, block):
-            stop = min(start + block, queries)
-            first = max(0, cached + start - window + 1)
-            keys, values = (x[:, first : cached + stop].to(wide) for x in (k, v))
-            score = torch.einsum("rthe,rshe->rhts", q[:, start:stop].to(wide), keys) * q.shape[-1] ** -0.5
-            mask = causal_mask(stop - start, cached + start - first, 0, position + start, window)
-            score = _capped(score, cap).masked_fill(~mask.unsqueeze(1), -torch.inf)
-            total = score.logsumexp(-1, keepdim=True)
-            y = torch.cat([torch.einsum("rhts,rshe->rhte", (score - total).exp(), values), total], -1)
-            pieces.append(y.transpose(1, 2))
-    return torch.cat(pieces, 1)
+def rotated(q: Tensor, rotation: tuple[Tensor, Tensor] | None) -> Tensor:
+    """Queries ``[r t h e]`` rotated to where they see the first tokens, at least in float32; None: unchanged."""
+    q = q.to(torch.promote_types(q.dtype, torch.float32))
+    return q if rotation is None else _rotate(q, rotation)
 
 
 def _sink_tensor(new: Tensor, kept: Tensor, position: Tensor, offsets: list[int] | None) -> Tensor:
@@ -252,7 +333,6 @@ def _add_sinks(
     place: Tensor,
     rotation: tuple[Tensor, Tensor] | None,
     window: int,
-    cap: float | None,
 ) -> Tensor:
     """The output of one softmax over the window and the first tokens that have left the window ``[r t h e]``.
     `window_output` is the output over the window with its log-sum-exp ``[r t h e+1]``, `place` the position of each
@@ -261,8 +341,7 @@ def _add_sinks(
     y, total = window_output[..., :-1], window_output[..., -1:]
     wide = torch.promote_types(q.dtype, torch.float32)
     with torch.autocast(q.device.type, enabled=False):
-        q = q.to(wide) if rotation is None else _rotate(q.to(wide), rotation)
-        score = _capped(torch.einsum("rthe,rshe->rths", q, k.to(wide)) * q.shape[-1] ** -0.5, cap)
+        score = torch.einsum("rthe,rshe->rths", rotated(q, rotation), k.to(wide)) * q.shape[-1] ** -0.5
         left = place.unsqueeze(-1) - torch.arange(k.shape[1], device=place.device) >= window
         score = score.masked_fill(~left.unsqueeze(2), UNSEEN)
         both = torch.logaddexp(total, score.logsumexp(-1, keepdim=True))

@@ -1,9 +1,10 @@
-"""The demo command. The packaged model reads a book and answers questions about facts inserted in it. Then three tiny
-models are trained to recall pairs and are tested at increasing distances, and a memory is saved and restored.
+"""The demo command. A pretrained model with a memory reads messages that state facts, then a book, and answers
+questions about the facts. A small model of ours does the same with numbers. Then three tiny models are trained to
+recall pairs and are tested at increasing distances, and a memory is saved and restored.
 
 A sliding window loses tokens that have left it, while a memory trained on 64 tokens still answers after 2,000. All
-files are written to a temporary folder, which replaces `out` when it is complete. `demo_book.py` reads the book, and
-`demo_models.py` trains and tests the models.
+files are written to a temporary folder, which replaces `out` when it is complete. `demo_chat.py` has the conversation,
+`demo_book.py` reads the book, and `demo_models.py` trains and tests the models.
 """
 
 from __future__ import annotations
@@ -59,8 +60,9 @@ RECIPES = {
 
 @dataclass(frozen=True)
 class Demo:
-    """Read a book with the packaged model and query it for facts in it; then train a sliding-window Transformer, an LMM
-    and a MAC to recall pairs over long distances. About a minute on two idle cores.
+    """State facts to a pretrained model with a memory, let it read a book, and ask about the facts; do the same with a
+    small model and numbers; then train a sliding-window Transformer, an LMM and a MAC to recall pairs over long
+    distances. About three minutes on two idle cores.
 
     Prints and plots accuracy by distance; then saves a memory, loads it into a new model and queries it.
     """
@@ -75,11 +77,15 @@ class Demo:
     """Training steps of each model. Default: enough for each."""
     tokens: int = 32_768
     """Bytes of the book between the facts and the questions, at most about 430,000."""
+    chat_tokens: int = 60_000
+    """Tokens of the book between the conversation and the questions about it, at most about 100,000; 0: no
+    conversation.
+    """
 
     def run(self) -> None:
         import torch
 
-        from remanence.cli import demo_book, demo_models
+        from remanence.cli import demo_book, demo_chat, demo_models
         from remanence.cli.console import Console
         from remanence.model import Model, parameters
         from remanence.runtime.device import resolve
@@ -89,9 +95,17 @@ class Demo:
             raise ValueError(f"seed: expected an integer of at least 0, got {seed}")
         if self.tokens < 1024:
             raise ValueError(f"tokens: expected an integer of at least 1024, got {self.tokens}")
+        if self.chat_tokens < 0:
+            raise ValueError(f"chat_tokens: expected an integer of at least 0, got {self.chat_tokens}")
         console, started = Console(), time.monotonic()
         configs = {name: demo_models.recipe_config(name, self.device, seed, self.steps) for name in RECIPES}
         with replaced(out) as folder:
+            chat = None
+            if self.chat_tokens and (reason := demo_chat.unavailable_reason()) is not None:
+                echo(f"No conversation with a pretrained model: {reason}")
+            elif self.chat_tokens:
+                chat = demo_chat.converse(folder, device, self.chat_tokens)
+                demo_chat.show(chat, console, out)
             book = demo_book.read_book(folder, device, seed, self.tokens)
             echo(f"{book['model']}, whose window is {book['window']} tokens wide, has read {book['book']}.")
             echo(f"Asked {book['distance']:,} tokens after the facts in it, from {out / 'book.mem'}:")
@@ -126,6 +140,7 @@ class Demo:
                 "accuracy": accuracy,
                 "memory_file": recalled,
                 "book": book,
+                "chat": chat,
             }
             write_json(folder / "recall.json", facts)
         folders = f"{out}/{{{','.join(RECIPES)}}}/model"

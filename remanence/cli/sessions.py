@@ -16,9 +16,8 @@ import tyro
 from remanence.cli.arguments import Device, Folder, Mode
 from remanence.cli.byte_stream import ByteStream
 from remanence.cli.progress import Bar, Progress
-from remanence.io.files import locked_target
+from remanence.io.files import locked_target, remove_leftovers
 from remanence.io.outputs import make_folder
-from remanence.runtime.sampling import MAX_TOKENS, TEMPERATURE
 from remanence.runtime.terminal import echo, echo_generated
 
 if TYPE_CHECKING:
@@ -91,9 +90,9 @@ class Read:
             warn_if_binary(path)
         surprise = self._read(session, source, notes)
         try:
-            memfile.save(save, session.model, session.state, notes)
+            session.save(save, notes)
         except KeyboardInterrupt:  # the whole text has been read: save before stopping
-            memfile.save(save, session.model, session.state, notes)
+            session.save(save, notes)
             raise
         unit = describe_surprise(session.model)
         mean = f", mean surprise {surprise:.4f} ({unit})" if surprise is not None else ""
@@ -104,7 +103,6 @@ class Read:
         """Read the whole source and return the mean surprise, or None if no memory was written. The memory is
         saved from time to time and when interrupted.
         """
-        from remanence.inference import memfile
 
         before, surprise, count, saved = session.tokens, 0.0, 0, time.monotonic()
         with Progress() as progress:
@@ -115,10 +113,10 @@ class Read:
                     mean = surprise / count if count else None
                     show_tokens(bar, source.position, session.tokens - before, mean)
                     if time.monotonic() - saved > AUTOSAVE:
-                        memfile.save(self.save, session.model, session.state, notes)
+                        session.save(self.save, notes)
                         saved = time.monotonic()
             except KeyboardInterrupt:
-                memfile.save(self.save, session.model, session.state, notes)
+                session.save(self.save, notes)
                 tokens = f"{session.tokens:,} tokens"
                 echo(f"interrupted after {tokens}, saved in {self.save}; --resume continues", error=True)
                 raise
@@ -129,17 +127,17 @@ class Read:
 class SamplingOptions:
     """Sampling options of `generate` and `chat`."""
 
-    max_tokens: int = MAX_TOKENS
-    """Largest number of tokens to generate."""
-    temperature: float = TEMPERATURE
-    """Sampling temperature; 0 takes the most likely token."""
+    max_tokens: int | None = None
+    """Largest number of tokens to generate. Default: 128, with a memory of sentences 256."""
+    temperature: float | None = None
+    """Sampling temperature; 0 takes the most likely token. Default: 0.7, with a memory of sentences 0."""
     top_k: int | None = None
     """Sample from this many most likely tokens."""
     top_p: float | None = None
     """Sample from the most likely tokens whose probabilities add up to this (nucleus sampling)."""
     no_repeat: int | None = None
     """Size of n-grams that may not repeat in one answer, in tokens; 0: no limit. Default: 16 for bytes, 6 for other
-    tokenizers, 0 at temperature 0.
+    tokenizers, 0 at temperature 0, 16 with a memory of sentences.
     """
     stop: tuple[str, ...] = ()
     """Strings that end the output."""
@@ -152,16 +150,19 @@ class SamplingOptions:
     device: Device = "auto"
     """Device to run on."""
 
-    def sampling(self) -> Sampling:
-        """Return the options as a `Sampling`."""
+    def sampling(self, session: Session | None = None) -> Sampling:
+        """Return the options as a `Sampling`, with the default values for the model of a session."""
         from remanence.inference.sampling import Sampling
+        from remanence.inference.sentences import SAMPLING, StoresSentences
 
+        own = session is not None and isinstance(session.model, StoresSentences)
+        default = SAMPLING if own else Sampling()
         return Sampling(
-            max_tokens=self.max_tokens,
-            temperature=self.temperature,
+            max_tokens=default.max_tokens if self.max_tokens is None else self.max_tokens,
+            temperature=default.temperature if self.temperature is None else self.temperature,
             top_k=self.top_k,
             top_p=self.top_p,
-            no_repeat=self.no_repeat,
+            no_repeat=default.no_repeat if self.no_repeat is None else self.no_repeat,
             stop=self.stop,
             seed=self.seed,
         )
@@ -196,7 +197,8 @@ class Generate(SamplingOptions):
         from remanence.inference import memfile
         from remanence.inference.generate import Generation
 
-        prompts, sampling = self.prompt, self.sampling()
+        prompts = self.prompt
+        self.sampling()  # checks the options before the model is loaded
         if not prompts or not all(prompts):
             raise ValueError("--prompt: expected a text of at least one character, got an empty one")
         if self.save is not None and len(prompts) > 1:
@@ -214,7 +216,7 @@ class Generate(SamplingOptions):
             "write": self.write,
             "memory_mode": self.memory_mode,
         }
-        generation = Generation(session.model, prompts, sampling, **options)
+        generation = Generation(session.model, prompts, self.sampling(session), **options)
         if len(prompts) == 1:
             for _, text in generation:
                 echo_generated(text)
@@ -358,15 +360,16 @@ def warn_beyond_trained_length(folder: Path, session: Session, size: int) -> Non
 
 @contextmanager
 def saving(argument: str, path: Path | None) -> Iterator[None]:
-    """Context manager that creates the folder of a memory file and locks the file while a command runs, so
-    that a second command cannot save to the same file. `argument` is the argument name to show in errors. A path
-    of None does nothing.
+    """Context manager that creates the folder of a memory file and locks the file while a command runs, so that a
+    second command cannot save to the same file. What a killed command left of a save is removed. `argument` is the
+    argument name to show in errors. A path of None does nothing.
     """
     if path is None:
         yield
         return
     make_folder(argument, path)
     with locked_target(path, "another command"):
+        remove_leftovers(path.resolve().parent, path.resolve().name)
         yield
 
 

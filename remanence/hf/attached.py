@@ -154,6 +154,7 @@ def attach(
     attention: str | None = None,
     lora: int = 0,
     tokenizer: PreTrainedTokenizerBase | None = None,
+    dtype: torch.dtype | None = None,
     memory: Kind | None = None,
     **fields: Unpack[AttachFields],
 ) -> AttachedForCausalLM:
@@ -178,6 +179,8 @@ def attach(
         lora: the rank of LoRA on the attention's projections (needs the extra `lora`); 0: no LoRA.
         tokenizer: with kind="sentences", the transformers tokenizer of the model; None: loaded from where the model
             was.
+        dtype: the dtype of a model that is given by its folder, name or file; None: the one in which it is stored,
+            and float32 for a GGUF file. `remanence.runtime.device.inference_dtype` returns the fastest of a device.
         memory: deprecated: use `kind`.
         fields: settings of the memory: fields of `MemoryConfig` (heads, head_dim, chunk, ...); with kind="knn", of
             `KnnConfig` (k, size, ...); with kind="sentences", of `SentenceConfig` (recalled, rank, ...).
@@ -196,7 +199,7 @@ def attach(
         raise ValueError(f"config: expected an AttachConfig, got {short_repr(type(config).__name__)}")
     elif fields or any(getattr(AttachConfig(), name) != value for name, value in settings.items()):
         raise ValueError("config: expected an AttachConfig or keyword arguments, got both")
-    return _attach(model, config, tokenizer)
+    return _attach(model, config, tokenizer, dtype)
 
 
 def _layers(layers: Sequence[int] | None) -> tuple[int, ...]:
@@ -209,14 +212,21 @@ def _layers(layers: Sequence[int] | None) -> tuple[int, ...]:
 
 
 def _attach(
-    model: Any, config: AttachConfig, tokenizer: PreTrainedTokenizerBase | None = None
+    model: Any,
+    config: AttachConfig,
+    tokenizer: PreTrainedTokenizerBase | None = None,
+    dtype: torch.dtype | None = None,
 ) -> AttachedForCausalLM:
     """Load and check the pretrained model, complete the configuration for it, and attach the memory."""
     source = None
     attached_folder.check_unattached(model)
     if isinstance(model, str | Path):
         source = pretrained.PretrainedSource.from_path(model)
-        model = source.load_model()
+        model = source.load_model(dtype)
+    elif dtype is not None:
+        raise ValueError(
+            "dtype: expected None for a model that is loaded already; convert it with model.to(dtype)"
+        )
     pretrained.check_model(model)
     attention, modules = attention_modules(model, config.attention)
     if any(hasattr(module, "remanence_layer") for module in modules):

@@ -42,6 +42,11 @@ def unsupported(model: Model, memory_mode: Mode | None = None) -> str | None:
         return reason
     if (name := overridden_method(model, "decode_unsupported_reason", ("forward", "trace"))) is not None:
         return f"{type(model).__name__} overrides {name} and not decode_unsupported_reason"
+    return model.decoder_class.layers_unsupported_reason(model)
+
+
+def _layers_unsupported_reason(model: Model) -> str | None:
+    """Why the layers of a `Model` cannot be decoded in place; None if they can."""
     if not is_package_module(model.backbone):
         return f"{type(model.backbone).__name__} is a backbone of another class"
     if (reason := alteration_reason([model.backbone])) is not None:
@@ -100,6 +105,23 @@ class Decoder:
         self._check(state)
         self._begin(state)
 
+    is_faster_on_cpu = False
+    """Whether decoding in place takes less time than calling the model on a CPU too."""
+
+    @staticmethod
+    def layers_unsupported_reason(model: Any) -> str | None:
+        """Why the layers of a model cannot be decoded in place; None if they can."""
+        return _layers_unsupported_reason(model)
+
+    def _make_decoders(self, state: State) -> list[MixerDecoder]:
+        """The decoders of all layers, with buffers made from a state."""
+        pairs = zip(self.model.blocks, state.blocks, strict=True)
+        return [_decoder(block, part, self.memory_mode) for block, part in pairs]
+
+    def _altered(self) -> bool:
+        """Whether the modules of the model may run code that a captured graph would not run."""
+        return alteration_reason(self.watch.modules) is not None
+
     def _check(self, state: State) -> None:
         """Raise an error if the state does not belong to the model."""
         if not isinstance(state, State):
@@ -115,12 +137,9 @@ class Decoder:
         """
         self.watch = Watch(self.model)
         self.called = None if unsupported(self.model, self.memory_mode) is None else state
-        pairs = zip(self.model.blocks, state.blocks, strict=True) if self.called is None else ()
-        self.decoders = [_decoder(block, part, self.memory_mode) for block, part in pairs]
+        self.decoders = [] if self.called is not None else self._make_decoders(state)
         fixed = self.device.type == "cuda" and all(decoder.is_capturable for decoder in self.decoders)
-        self.captures = (fixed if self.wanted is None else self.wanted) and alteration_reason(
-            self.watch.modules
-        ) is None
+        self.captures = (fixed if self.wanted is None else self.wanted) and not self._altered()
         self.position = state.position.clone()
         self.tokens, self.active = (
             torch.zeros_like(self.position),

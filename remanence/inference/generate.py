@@ -5,7 +5,7 @@ state.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Literal, cast
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -15,14 +15,14 @@ from remanence.inference.decoder import Decoder, unsupported
 from remanence.inference.reader import read
 from remanence.inference.sampling import Answer, Sampling, draw_seed
 from remanence.inference.threads import threads_for
-from remanence.model import CausalModel, Model, State
+from remanence.model import CausalModel, State
 from remanence.runtime.errors import DivergedError
 from remanence.tokenizers.tokens import ByteTokenizer, Tokenizer, load_tokenizer
 from remanence.tokenizers.vocabulary import BYTES
 
 IN_PLACE = {"cuda"}
 """Types of devices on which tokens are decoded in place if the model supports it. There, the time of a step
-is mostly that of launching kernels.
+is mostly that of launching kernels. Decoders with `is_faster_on_cpu` are used on a CPU too.
 """
 
 DIVERGED = "state: expected finite numbers, got a memory that has diverged; start again without it"
@@ -143,11 +143,20 @@ class Generation:
             self.model, padded, self.state, mask=None if is_unpadded else mask, memory_mode=self.modes[0]
         )
         self._state = state
-        if device.type in IN_PLACE and self.sampling.max_tokens > 0:
-            model = cast(Model, self.model)  # only models with our own layers can be decoded in place
-            if unsupported(model, self.modes[1]) is None:
-                self._decoder = Decoder(model, state, self.modes[1])
+        if self.sampling.max_tokens > 0:
+            self._decoder = self._make_decoder(state)
         return self._check_finite(self.model.logits(last), state.diverged, [True] * len(self.prompts))
+
+    def _make_decoder(self, state: State) -> Decoder | None:
+        """The decoder of the model if it supports one that takes less time on its device than calling the model."""
+        model: Any = self.model
+        if unsupported(model, self.modes[1]) is not None:
+            return None
+        kind = model.decoder_class
+        if model.device.type not in IN_PLACE and not kind.is_faster_on_cpu:
+            return None
+        found: Decoder = kind(model, state, self.modes[1])
+        return found
 
     @torch.no_grad()
     def _read_tokens(self, chosen: list[int], continues: list[bool]) -> Tensor:
@@ -158,7 +167,9 @@ class Generation:
         tokens, rows = torch.tensor(chosen, device=device), torch.tensor(continues, device=device)
         if self._decoder is not None:
             self._state = None
-            return self._check_finite(self._decoder.step(tokens, rows), self._decoder.diverged, continues)
+            with threads_for(self.model):
+                logits = self._decoder.step(tokens, rows)
+            return self._check_finite(logits, self._decoder.diverged, continues)
         mask = None if all(continues) else rows.unsqueeze(-1)
         with threads_for(self.model):
             trace = self.model.trace(tokens.unsqueeze(-1), self.state, mask=mask, memory_mode=self.modes[1])

@@ -93,7 +93,8 @@ def save(
 ) -> None:
     """Write a state to a memory file. A state that has diverged is refused.
 
-    `notes` is any JSON data to store in the file. `remanence read` stores the number of tokens before its text.
+    `notes` is any JSON data to store in the file. `remanence read` stores the number of tokens before its text, and a
+    session stores when sentences were read.
     """
     if not isinstance(state, State):
         raise ValueError(f"state: expected the State a model returned, got {type(state).__name__}")
@@ -127,12 +128,19 @@ def load(path: str | Path, model: CausalModel, *, force: bool = False, verify: b
     Raises an error if the file does not fit the model. `force` accepts a file made with other weights or another
     pretrained model. `verify` also checks the checksums of large tensors, whose damage is otherwise not detected.
     """
+    return load_with_notes(path, model, force=force, verify=verify)[0]
+
+
+def load_with_notes(
+    path: str | Path, model: CausalModel, *, force: bool = False, verify: bool = False
+) -> tuple[State, dict[str, Any]]:
+    """Like `load`, and return the notes in the file, too."""
     with opened(Path(path)) as file:
         return _load(file, model, force, verify)
 
 
-def _load(file: Opened, model: CausalModel, force: bool, verify: bool) -> State:
-    """Check an open memory file against the model and return its state; see `load`."""
+def _load(file: Opened, model: CausalModel, force: bool, verify: bool) -> tuple[State, dict[str, Any]]:
+    """Check an open memory file against the model and return its state and its notes; see `load`."""
     path, header = file.path, _read_header(file)
     own = _config_dict(model)
     config = model.upgrade_config(upgrade_config(header.data["config"]), str(path))
@@ -157,7 +165,7 @@ def _load(file: Opened, model: CausalModel, force: bool, verify: bool) -> State:
         raise ValueError(
             f"{path}: position: expected the header's {header.data['tokens']} tokens, got {state.position.tolist()}"
         )
-    return state
+    return state, header.data["notes"]
 
 
 def read_file(path: str | Path, *, verify: bool = False) -> tuple[FileHeader, dict[str, Tensor]]:

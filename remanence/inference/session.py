@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, Unpack
 
 import torch
 
 from remanence.attached.folder import load_model
+from remanence.attached.sentences.model import Sentence
 from remanence.config import Mode
 from remanence.inference import memfile
 from remanence.inference.generate import WRITES, Generation, Write, check_tokenizer
 from remanence.inference.reader import ReadResult, piece_size, read, token_pieces
 from remanence.inference.sampling import Sampling, SamplingFields
+from remanence.inference.sentences import NOTE, ReadTimes, StoredSentence, StoresSentences, meant, plain
 from remanence.model import CausalModel, State
 from remanence.runtime.deprecation import renamed_method
 from remanence.runtime.errors import DivergedError
@@ -76,6 +78,8 @@ class Session:
         self.tokenizer = check_tokenizer(self.model, tokenizer)
         self._current: State | Generation = self.model.start(1)
         self._is_streaming = False
+        self._times = ReadTimes()
+        """When tokens were read, if the model stores sentences."""
 
     @property
     def state(self) -> State:
@@ -86,6 +90,7 @@ class Session:
     def state(self, state: State) -> None:
         self._check_idle("state")
         self._current = state
+        self._times.crop(self.tokens)
 
     @property
     def tokens(self) -> int:
@@ -139,7 +144,13 @@ class Session:
                 f"memory: expected finite numbers, got a memory that diverged near token {self.tokens}"
             )
         self._current = piece.state
+        self._note_time()
         return piece
+
+    def _note_time(self) -> None:
+        """Note when the last tokens were read, if the model stores sentences."""
+        if isinstance(self.model, StoresSentences):
+            self._times.add(self.tokens)
 
     @show_fields(Sampling)
     def generate(self, prompt: str, **sampling: Unpack[SamplingFields]) -> str:
@@ -184,10 +195,63 @@ class Session:
             self._is_streaming = False
             if self._current is generation:
                 self._current = generation.state
+                self._note_time()
 
-    def save(self, path: str | Path) -> None:
-        """Write the state (not the text) to a memory file, which appears only once it is complete."""
-        memfile.save(path, self.model, self.state)
+    def save(self, path: str | Path, notes: Mapping[str, object] | None = None) -> None:
+        """Write the state to a memory file, which appears only once it is complete. The text is not written, except
+        for the sentences that a memory of sentences stores, with the times at which they were read. `notes` is JSON
+        data to store in the file.
+        """
+        known = dict(notes or {})
+        if isinstance(self.model, StoresSentences):
+            (stored,) = self.model.stored(self.state)
+            known[NOTE] = self._times.since(stored[0].start if stored else self.tokens)
+        memfile.save(path, self.model, self.state, known)
+
+    # Stored sentences.
+
+    def sentences(self, text: str | None = None) -> list[StoredSentence]:
+        """The sentences in the memory, in the order in which they were read, with the times at which they were read.
+        With `text`, the most similar to it first, with their similarities.
+
+        Only models with a memory of sentences can list them. A sentence that has not ended is not in the list.
+        """
+        model, (stored,) = self._stored()
+        written = [self._times.at(each.end) for each in stored]
+        texts = [self.tokenizer.decode(each.tokens).strip() for each in stored]
+        if text is None:
+            return [StoredSentence(*each) for each in zip(texts, written, strict=True)]
+        ids = self.tokenizer.encode(text)
+        if not ids:
+            raise ValueError("text: expected a text of at least one character, got an empty one")
+        (found,) = model.search(self.state, ids)
+        return [StoredSentence(texts[index], written[index], score) for index, score in found]
+
+    def forget(self, text: str) -> list[StoredSentence]:
+        """Remove the stored sentence that `text` is, or that contains it, or else the one that is most similar to it.
+        Returns what was removed: the sentence, several times if it was stored several times.
+
+        Raises a ValueError, and removes nothing, if no stored sentence fits or several do. Of a removed sentence
+        nothing remains in the state. Recent answers may repeat it, so the model goes on without them: its context
+        is empty afterwards, and the other stored sentences stay in the memory.
+        """
+        self._check_idle("forget")
+        model, _ = self._stored()
+        closed = self.fork()
+        closed.state = model.close_sentence(self.state)  # the last sentence of a text can be removed, too
+        content, stored = plain(meant(text, closed.sentences(text))), closed.sentences()
+        gone = [index for index, each in enumerate(stored) if plain(each.text) == content]
+        self.state = model.without(closed.state, gone)
+        return [stored[index] for index in gone]
+
+    def _stored(self) -> tuple[StoresSentences, list[list[Sentence]]]:
+        """The model and its stored sentences. Raises a ValueError if it stores none."""
+        if not isinstance(self.model, StoresSentences):
+            got = type(self.model).__name__
+            raise ValueError(
+                f"model: expected one with a memory of sentences, got a {got}, whose memory has no parts to list"
+            )
+        return self.model, self.model.stored(self.state)
 
     def load(self, path: str | Path, *, force: bool = False, verify: bool = False) -> Session:
         """Replace the state by the one in a memory file, and return this session.
@@ -196,10 +260,11 @@ class Session:
         read from the file only when they are used.
         """
         self._check_idle("load")
-        state = memfile.load(path, self.model, force=force, verify=verify)
+        state, notes = memfile.load_with_notes(path, self.model, force=force, verify=verify)
         if len(state.position) != 1:
             raise ValueError(f"{path}: expected the memory of one document, got {len(state.position)}")
-        self.state = state
+        times = ReadTimes.from_json(str(path), notes.get(NOTE, []))
+        self.state, self._times = state, times
         return self
 
     @staticmethod
@@ -214,7 +279,7 @@ class Session:
         place.
         """
         other = Session(self.model, self.tokenizer, write=self.write, memory_mode=self.memory_mode)
-        other.state = self.state
+        other.state, other._times = self.state, ReadTimes(self._times.pairs)
         return other
 
 

@@ -8,6 +8,8 @@ from remanence.runtime.deprecation import renamed_names
 
 FOLDER = Path(__file__).parent.parent / "shipped"
 """The folder of the included models."""
+CHAT_MODEL = "remanence-smollm2"
+"""The name of the included model that `remanence chat` opens."""
 
 
 def shipped_models() -> list[str]:

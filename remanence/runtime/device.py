@@ -55,6 +55,21 @@ def memory_of(device: torch.device | str) -> float:
     return machine_memory() if device.type in ("cpu", "mps") else inf
 
 
+def inference_dtype(device: torch.device | str) -> torch.dtype:
+    """Return the dtype in which a device runs a pretrained model fastest without losing its range: bfloat16 on a GPU
+    or CPU with instructions for it (AVX512-BF16 or AMX), otherwise float32.
+    """
+    device = torch.device(device)
+    if device.type == "cuda":
+        return torch.bfloat16 if torch.cuda.is_bf16_supported(including_emulation=False) else torch.float32
+    if device.type != "cpu":
+        return torch.float32
+    checks = (
+        getattr(torch.cpu, name, None) for name in ("_is_avx512_bf16_supported", "_is_amx_tile_supported")
+    )
+    return torch.bfloat16 if any(check is not None and check() for check in checks) else torch.float32
+
+
 def threads_are_set() -> bool:
     """Whether the user has set the number of threads, by an environment variable or by
     `torch.set_num_threads`.

@@ -43,6 +43,11 @@ ROOM_AXES: dict[str, dict[str, str]] = {
         "g": "groups: layers that one launch of a kernel computes",
         "L": "tokens of a row, its open chunk included",
     },
+    "attached": {
+        "q": "queries of an attention mask",
+        "p": "tokens of an open answer",
+        "w": "tokens in a window",
+    },
     "layers": {"p": "persistent tokens", "C": "tokens in a full segment"},
     "mixers": {"w": "tokens in a window"},
 }

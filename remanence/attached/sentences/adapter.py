@@ -28,6 +28,7 @@ class SwitchedLora(nn.Module):
         super().__init__()
         self.down, self.up = nn.ParameterDict(), nn.ParameterDict()
         self.hooks = []
+        self._converted: dict[str, tuple[tuple[Any, ...], tuple[Tensor, Tensor]]] = {}
         for path, module in layers.named_modules():
             if isinstance(module, nn.Linear):
                 name = path.replace(".", "_")
@@ -44,11 +45,25 @@ class SwitchedLora(nn.Module):
             if ACTIVE.get() is not self:
                 return None
             x = given[0]
-            low = (x @ self.down[name].to(x.dtype)) * SCALE
-            up = self.up[name].to(x.dtype)
-            return torch.addmm(output.flatten(0, -2), low.flatten(0, -2), up).view_as(output)
+            down, up = self._weights(name, x.dtype)
+            low = (x @ down).flatten(0, -2)
+            return torch.addmm(output.flatten(0, -2), low, up, alpha=SCALE).view_as(output)
 
         return add
+
+    def _weights(self, name: str, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """The two factors of a linear map in a dtype. Without gradients, they are converted only when they change."""
+        down, up = self.down[name], self.up[name]
+        if down.dtype == up.dtype == dtype:
+            return down, up
+        if torch.is_grad_enabled():
+            return down.to(dtype), up.to(dtype)
+        key = dtype, down.data_ptr(), down._version, up.data_ptr(), up._version
+        known = self._converted.get(name)
+        if known is None or known[0] != key:
+            with torch.inference_mode(False):
+                known = self._converted[name] = key, (down.detach().to(dtype), up.detach().to(dtype))
+        return known[1]
 
     @contextmanager
     def active(self) -> Iterator[None]:

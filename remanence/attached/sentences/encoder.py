@@ -42,9 +42,12 @@ class SpanEncoder(nn.Module):
         """
         dtype = torch.promote_types(x.dtype, torch.float32)  # float64 stays float64
         own = lambda parameter: parameter.to(dtype)
-        x = (x.to(dtype) - own(self.mean)) / own(self.deviation)
-        score = x @ own(self.query_weight if query else self.key_weight)
-        weight = score.masked_fill(~mask.unsqueeze(-1), -1e4).softmax(1)
-        value = (x @ own(self.value)).unflatten(-1, (self.heads, -1))
+        inside = (x[mask].to(dtype) - own(self.mean)) / own(self.deviation)
+        score = inside @ own(self.query_weight if query else self.key_weight)
+        score = score.new_full((*mask.shape, self.heads), -1e4).index_put((mask,), score)
+        value = inside @ own(self.value)
+        value = value.new_zeros(*mask.shape, value.shape[-1]).index_put((mask,), value)
+        value = value.unflatten(-1, (self.heads, -1))
+        weight = score.softmax(1)
         pooled = F.normalize(torch.einsum("nlh,nlhe->nhe", weight, value).flatten(1), dim=-1)
         return F.normalize(pooled @ own(self.query if query else self.key), dim=-1)

@@ -22,9 +22,10 @@ from torch import Tensor, nn
 
 from remanence.attached.config import AttachConfig
 from remanence.attached.model import Attached
+from remanence.attached.sentences import removal
 from remanence.attached.sentences.adapter import SwitchedLora
 from remanence.attached.sentences.encoder import SpanEncoder
-from remanence.attached.sentences.segments import ANSWER, OTHER, Position, Segmenter
+from remanence.attached.sentences.segments import ANSWER, OTHER, TEXT, Position, Segmenter
 from remanence.attached.sentences.state import SentenceState
 from remanence.attached.sentences.vocabulary import NEWLINE
 from remanence.backbone import State, Trace
@@ -62,6 +63,12 @@ class _Row:
     @property
     def left(self) -> np.ndarray:
         return self.tokens[self.done :]
+
+    def extend_answer(self, tokens: Sequence[int], flags: np.ndarray) -> None:
+        """Add tokens to the open answer."""
+        if tokens:
+            self.pending = [*self.pending, *tokens]
+            self.place = self.place._replace(last=int(flags[tokens[-1]]))
 
 
 class SentenceModel(nn.Module):
@@ -171,7 +178,16 @@ class SentenceModel(nn.Module):
         return self.attached.capture_unsupported_reason(carries)
 
     def decode_unsupported_reason(self, memory_mode: Mode) -> str | None:
+        if memory_mode == "off":
+            return "answers without a memory are read like other text"
         return self.attached.decode_unsupported_reason(memory_mode)
+
+    @property
+    def decoder_class(self) -> Any:
+        """The class that decodes answers token by token, in place."""
+        from remanence.attached.sentences.decoder import SentenceDecoder
+
+        return SentenceDecoder
 
     def state_template(self) -> State:
         return self.start(1).map(lambda tensor: torch.empty_like(tensor, device="meta"))
@@ -220,6 +236,7 @@ class SentenceModel(nn.Module):
             recent=whole(max(c.history, self.config.window or c.history)) - 1,
             scan=whole(len(Position._fields) + 1),
             pending=whole(0),
+            skipped=torch.zeros(rows, dtype=torch.int64, device=device),
         )
         plain = self.attached.start(rows)
         return State((*plain.blocks, sentences), plain.position)
@@ -310,41 +327,42 @@ class SentenceModel(nn.Module):
         return found
 
     @torch.no_grad()
+    def close_sentence(self, state: State) -> State:
+        """A state in which the open sentence of every row is stored, if it has at least two tokens. A sentence is
+        otherwise stored when the next one begins or the message ends.
+        """
+        nothing = _Document(np.zeros(0, np.int64), torch.zeros(0, dtype=torch.int64))
+        call = _Call(self, state, [nothing] * len(state.position), "on")
+        opened = [row for row in call.rows if row.place.part == TEXT and row.read - row.place.start >= 2]
+        for row in opened:
+            hidden = call.own.hidden[row.index : row.index + 1, :0]
+            call._store([row], [nothing.tokens], hidden, [[(row.place.start, row.read)]])
+            row.place = row.place._replace(start=row.read)
+        return call.state()
+
+    @torch.no_grad()
     def without(self, state: State, remove: Sequence[int], row: int = 0) -> State:
         """A state of one row without the sentences `remove` (indices into `stored`).
 
-        If one of them is among the last tokens that the window still sees, the window is read again without it.
-        Answers, and hidden states of neighbouring sentences, that depend on it are not changed.
+        The other stored sentences stay. As an answer, or the hidden state of a later token, may depend on a removed
+        sentence, the pretrained model goes on without the context of the window; an open sentence is stored first.
+        The keys of other sentences are not computed again.
         """
-        state = state.rows([row])
-        own = state.blocks[-1]
-        gone = sorted({int(index) for index in remove})
-        count = int(own.length)
-        if any(not 0 <= index < count for index in gone):
-            raise ValueError(f"remove: expected indices of the {count} stored sentences, got {list(remove)}")
-        rest = torch.tensor([index for index in range(count) if index not in set(gone)], dtype=torch.int64)
-        rest = rest.to(self.device)
-        spans = [own.spans[0, index].tolist() for index in gone]
-        kept = own._replace(
-            keys=own.keys[:, rest],
-            ids=own.ids[:, rest],
-            spans=own.spans[:, rest],
-            length=own.length * 0 + len(rest),
-        )
-        read = positions_of(state.position)[0] - int(own.scan[0, -1])
-        first = read - own.recent.shape[1]
-        inside = [span for span in spans if span[1] > max(first, 0)]
-        if not inside:
-            return State((*state.blocks[:-1], kept), state.position)
-        places = [place for place in range(max(first, 0), read) if not any(a <= place < b for a, b in inside)]
-        ids = own.recent[0, [place - first for place in places]].unsqueeze(0)
-        again = self.attached.trace(ids, None, keep=True, layers=True)
-        plain = again.state
-        hidden = self.encoder.features([again.layers[n] for n in self.sentences.layers])
-        recent = F.pad(ids, (own.recent.shape[1] - ids.shape[1], 0), value=-1)
-        hidden = F.pad(hidden, (0, 0, max(0, own.hidden.shape[1] - hidden.shape[1]), 0))
-        kept = kept._replace(hidden=hidden[:, -own.hidden.shape[1] :], recent=recent, answer=None)
-        return State((*plain.blocks, kept), state.position)
+        return removal.without(self, state.rows([row]), remove) if remove else state.rows([row])
+
+
+def with_answer_tokens(
+    model: SentenceModel, state: State, tokens: Sequence[Sequence[int]], answer: State
+) -> State:
+    """A state after more tokens of open answers, given for each row. `answer` is the pretrained model's state within
+    the answers after them.
+    """
+    none = _Document(np.zeros(0, np.int64), torch.zeros(0, dtype=torch.int64))
+    call = _Call(model, state, [none] * len(tokens), "on")
+    for row, ids in zip(call.rows, tokens, strict=True):
+        row.extend_answer(ids, model.segmenter.flags)
+    call.own = call.own._replace(answer=answer)
+    return call.state()
 
 
 class _Document(NamedTuple):
@@ -389,8 +407,9 @@ class _Call:
             _Row(index, document.tokens, scans[index], pending[index], positions[index])
             for index, document in enumerate(documents)
         ]
-        reads = [position - scan[-1] for position, scan in zip(positions, scans, strict=True)]
-        self.plain = self.plain._replace(position=self._position(reads))
+        self.reads = [position - scan[-1] for position, scan in zip(positions, scans, strict=True)]
+        seen = [read - skipped for read, skipped in zip(self.reads, self.own.skipped.tolist(), strict=True)]
+        self.plain = self.plain._replace(position=self._position(seen))
 
     def _position(self, counts: list[int]) -> Tensor:
         device = self.model.device
@@ -557,11 +576,10 @@ class _Call:
         """The queries of the last messages of rows ``[k e]``. The pretrained model must not have read beyond the
         tokens before the answer.
         """
-        scans, reads = self.own.scan.tolist(), positions_of(self.plain.position)
-        places = []
+        scans, places = self.own.scan.tolist(), []
         for row in rows:
             place = self.rows[row].place if self.rows else Position(*scans[row][:-1])
-            read = self.rows[row].read if self.rows else reads[row]
+            read = self.rows[row].read if self.rows else self.reads[row]
             first, length = self._question(place, read)
             hidden = self.own.hidden[row]
             places.append((hidden, max(0, first - (read - len(hidden))), length))
@@ -635,9 +653,8 @@ class _Call:
         trace = self._continue_answers(rows, given)
         for number, (row, tokens) in enumerate(zip(rows, given, strict=True)):
             row.hidden.append(trace.hidden[number, : len(tokens)])
-            row.pending, row.done = row.pending + tokens.tolist(), row.done + len(tokens)
-            last = int(self.model.segmenter.flags[tokens[-1]])
-            row.place = row.place._replace(last=last)
+            row.done += len(tokens)
+            row.extend_answer(tokens.tolist(), self.model.segmenter.flags)
 
     def _continue_answers(self, rows: list[_Row], tokens: list[np.ndarray]) -> Trace:
         """Read tokens of open answers with the adapter."""

@@ -22,6 +22,7 @@ class _SentenceState(NamedTuple):
     recent: Tensor
     scan: Tensor
     pending: Tensor
+    skipped: Tensor
     answer: State | None = None
 
 
@@ -41,6 +42,9 @@ class SentenceState(_SentenceState, TensorTuple):
         The fields of `segments.Position`, then the number of tokens in `pending` ``[r s]``.
     pending
         The tokens of an open answer, which the pretrained model reads when the answer has ended ``[r p]``.
+    skipped
+        The number of tokens that the pretrained model no longer sees, because sentences were removed ``[r]``. For it,
+        the text begins behind them.
     answer
         The pretrained model's state within an open answer. It can be computed from the other fields and is not saved;
         None if it has not been computed.
@@ -57,8 +61,8 @@ class SentenceState(_SentenceState, TensorTuple):
         return ("answer",)
 
     def lag(self) -> Tensor:
-        """The number of tokens in `pending` ``[r]``."""
-        return self.scan[:, -1]
+        """The number of tokens that the pretrained model has not read, or no longer sees ``[r]``."""
+        return self.scan[:, -1] + self.skipped
 
     def agrees(self, read: Tensor) -> Tensor:
         """Whether the state of each row is consistent with having read this many tokens ``[r]``."""
@@ -74,7 +78,7 @@ class SentenceState(_SentenceState, TensorTuple):
         positions = ((self.scan >= 0) & (self.scan <= torch.clamp(read, min=16).unsqueeze(-1) + 1)).all(1)
         return (
             (known | ~inside).all(1) & positions & (self.length >= 0) & (self.length <= size)
-            & (pending >= 0) & (pending <= longest) & (pending <= read)
+            & (pending >= 0) & (pending <= longest) & (self.skipped >= 0) & (pending + self.skipped <= read)
         )  # fmt: skip
 
     @classmethod

@@ -168,6 +168,7 @@ def answer_loss(
     missed: float = 0.05,
     distractors: tuple[Tensor, Tensor] | None = None,
     window: int | None = None,
+    read: tuple[Tensor, Any] | None = None,
 ) -> Losses:
     """Run forward and backward of some rows. At most `answers` answers of each row are read, `part` at a time.
 
@@ -175,10 +176,10 @@ def answer_loss(
     probability of `missed`, so that the adapter learns to say so. `distractors` are sentences of other texts (their
     hidden states ``[n l d]``, and which tokens belong to each ``[n l]``), as further wrong choices. With `window`,
     answers see so many tokens of the conversation before them instead of the model's window, which takes less time.
+    `read` is the result of `read_rows`, if it is known.
     """
     device = model.device
-    with torch.no_grad():
-        hidden, cache = _read(model, rows)
+    hidden, cache = read_rows(model, rows) if read is None else read
     loss, contexts, found, known = _addressing(model, rows, hidden, rng, answers, missed, distractors)
     if loss is not None:
         (addressing_weight * loss).backward()
@@ -217,7 +218,8 @@ def _window_mask(model: SentenceModel, query: Tensor, key: Tensor) -> Tensor:
     return (back >= 0) & (near | (key < sinks).unsqueeze(-2)) & (key >= 0).unsqueeze(-2)
 
 
-def _read(model: SentenceModel, rows: Sequence[ChatRow]) -> tuple[Tensor, Any]:
+@torch.no_grad()
+def read_rows(model: SentenceModel, rows: Sequence[ChatRow]) -> tuple[Tensor, Any]:
     """Read rows without an adapter: the hidden states for the encoder ``[b t d]``, and the cache."""
     longest = max(len(row.tokens) for row in rows)
     longest += -longest % 64
@@ -249,6 +251,17 @@ def _spans(hidden: Tensor, spans: Sequence[tuple[int, int, int]], longest: int) 
     index = start.unsqueeze(-1) + torch.arange(longest, device=hidden.device)
     inside = index < end.unsqueeze(-1)
     return hidden[row.unsqueeze(-1), index.clamp(max=hidden.shape[1] - 1)], inside
+
+
+def addressing_loss(
+    model: SentenceModel,
+    rows: Sequence[ChatRow],
+    hidden: Tensor,
+    distractors: tuple[Tensor, Tensor] | None = None,
+) -> Tensor:
+    """The contrastive loss of rows whose hidden states are known; 0 if none of their questions has evidence."""
+    loss, *_ = _addressing(model, rows, hidden, np.random.default_rng(0), 0, 0.0, distractors)
+    return hidden.new_zeros((), requires_grad=True) if loss is None else loss
 
 
 def _addressing(
