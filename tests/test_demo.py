@@ -105,7 +105,9 @@ def check_conversation(chat, folder, out):
     assert chat["tokens"] > 800 > chat["window"] and "asked after the book" in out
     session = Session(chat["model"]).load(folder / "chat.mem")
     stored = [sentence.text for sentence in session.sentences()]
-    assert len(stored) == chat["sentences"] and "He is called Biscuit and he is allergic to chicken." in stored
+    assert (
+        len(stored) == chat["sentences"] and "He is called Biscuit and he is allergic to chicken." in stored
+    )
 
 
 def test_every_question_is_as_far_away_as_it_is_said_to_be():
