@@ -141,8 +141,11 @@ def test_the_book_is_as_it_was_but_for_the_facts():
     assert beginning + rest == book
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_memories_win_beyond_the_window(tmp_path):
+    """The demo as it is: three models trained to their end. That memories remember after training, and that a model
+    needs its memory for it, is in the slow tier, too: tests/test_docs.py and tests/evaluate/test_dna.py.
+    """
     run("--out", tmp_path / "demo", "--chat-tokens", 0)
     facts = json.loads((tmp_path / "demo" / "recall.json").read_text())
     inside = [distance <= facts["window"] for distance in facts["distances"]]

@@ -28,7 +28,8 @@ pytestmark = [
 
 ARCHS = (80, 86, 89, 90)
 DEFAULTS = [(width, chunk, "bf16") for width, chunk in itertools.product((64, 256), (16, 64))]
-QUICK = [(90, (64, 64, "bf16")), (86, (256, 64, "bf16")), (80, (64, 16, "bf16")), (89, (256, 16, "bf16"))]
+# The newest generation, and the one with the least shared memory at the largest sizes.
+QUICK = [(90, (64, 64, "bf16")), (86, (256, 64, "bf16"))]
 ALL = [case for case in itertools.product(ARCHS, [*DEFAULTS, (64, 16, "fp32")]) if case not in QUICK]
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
