@@ -49,7 +49,7 @@ test-durations: setup
 	$(TEST) --tier slow --durations 100
 
 # On a machine with a GPU, whose torch and Triton are not ours to install: no setup. PYTHONPATH=. make test-gpu BIN=/usr/bin
-GPU_TESTS := tests/ops tests/memory tests/test_model.py tests/test_attention.py tests/test_decoding.py tests/test_model_gpu.py tests/test_graphs.py \
+GPU_TESTS := tests/ops tests/memory tests/test_model.py tests/test_attention.py tests/test_decoding.py tests/test_attached_decoding.py tests/test_model_gpu.py tests/test_graphs.py \
 	tests/test_wavefront.py tests/test_new_architecture.py tests/test_knn.py tests/test_knn_oracle.py
 
 test-gpu:

@@ -35,6 +35,7 @@ COMPARED = [
     Cell("free", 0, 4000, 50), Cell("updates", 20, 4000, 25), Cell("held out", 200, 4000, 1),
 ]  # fmt: skip
 FOUND = 5
+METHODS = ("bm25", "embedding", "full context")
 
 
 class Embeddings:
@@ -131,7 +132,7 @@ def answer(args: argparse.Namespace) -> None:
             continue
         drawn = [conversation(source, cell, n) for n in range(1 + max(each["conversation"] for each in own))]
         asked: list[Asked] = [drawn[each["conversation"]][1][each["question"]] for each in own]
-        for method in ("bm25", "embedding") if args.model else ("bm25", "embedding", "full context"):
+        for method in args.methods or METHODS[: 2 if args.model else 3]:
             prompts, began = [], time.time()
             for each, q in zip(own, asked, strict=True):
                 texts = "\n".join(source.decode(ids).strip() for ids in each.get(method, []))
@@ -184,6 +185,7 @@ def main() -> None:
     for name in ("cache", "retrieved", "rows"):
         own.add_argument(f"--{name}", type=Path, required=True)
     own.add_argument("--model", type=Path, help="a trained memory of sentences, whose reader is used")
+    own.add_argument("--methods", nargs="*", choices=METHODS, help="default: all")
     own.add_argument("--batch", type=int, default=100)
     own.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     args = parser.parse_args()
