@@ -37,11 +37,11 @@ format: setup
 test: lint
 	$(TEST)
 
-# The fast tier, then the slow one.
-test-all: test
-	$(TEST) --tier slow
+# The fast and the slow tier, in one run.
+test-all: lint
+	$(TEST) --tier fast,slow
 
-# All kills, thousands of damaged files, every kernel for every chip: hours.
+# By hand: the full demo, all kills, thousands of damaged files, every kernel for every chip. Hours.
 test-exhaustive: setup
 	$(TEST) --tier exhaustive
 

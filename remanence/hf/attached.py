@@ -193,7 +193,7 @@ def attach(
         "attention": attention, "lora": lora,
     }  # fmt: skip
     if config is None:
-        settings["memory" if kind == "neural" else kind] = fields or None
+        settings[kind if kind in ("knn", "sentences") else "memory"] = fields or None
         config = AttachConfig(**settings)
     elif not isinstance(config, AttachConfig):
         raise ValueError(f"config: expected an AttachConfig, got {short_repr(type(config).__name__)}")

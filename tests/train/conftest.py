@@ -2,6 +2,7 @@ import json
 import random
 
 import pytest
+from pair import two_processes
 
 from remanence.data import prepare
 
@@ -13,3 +14,12 @@ def shards(tmp_path):
     (tmp_path / "t.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
     prepare([tmp_path / "t.jsonl"], tmp_path / "tokens")
     return str(tmp_path / "tokens")
+
+
+@pytest.fixture(scope="module")
+def on_two():
+    """Call a function in both of two processes, which the tests of a file share: importing torch takes longer than most
+    of the calls.
+    """
+    with two_processes() as call:
+        yield call

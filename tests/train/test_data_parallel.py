@@ -10,7 +10,6 @@ import pytest
 from runs import losses
 from series import config as forecast_config
 from series import waves, written
-from test_distributed import on_two
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import remanence
@@ -80,7 +79,7 @@ def validations(run):
     return [line["validation"] for line in lines if line.get("validation") is not None]
 
 
-def test_two_processes_are_one_and_resume_each_others_checkpoints(tmp_path):
+def test_two_processes_are_one_and_resume_each_others_checkpoints(tmp_path, on_two):
     named = settings(tmp_path)
     train_all(named, tmp_path / "one")
     on_two(train_all, named, tmp_path / "two")
