@@ -135,6 +135,9 @@ def test_what_a_text_means():
         meant("pet", made(("My dog is Rex.", 0.3)))
     with pytest.raises(ValueError, match="fits none"):
         meant("pet", [])
+    asked = made(("What is the dog called?", 0.9), ("My dog is Rex.", 0.6), ("Is it a cat?", 0.2))
+    assert meant("the pet", asked) == meant("dog", asked) == "My dog is Rex.", "a question states nothing"
+    assert meant("a cat", asked) == "Is it a cat?"
     assert meant("!", made(("!", 0.0), ("?", 0.0))) == "!"
 
 

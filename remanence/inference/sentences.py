@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import time
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from datetime import datetime
 from itertools import pairwise
 from typing import NamedTuple, Protocol, runtime_checkable
@@ -115,9 +115,21 @@ def plain(text: str) -> str:
     return " ".join(re.findall(r"\w+(?:[^\w\s]\w+)*", text.casefold())) or text.strip()
 
 
+def _containing(wanted: str, by_content: Mapping[str, StoredSentence]) -> list[StoredSentence]:
+    """The sentences that contain a text."""
+    return [each for content, each in by_content.items() if wanted and f" {wanted} " in f" {content} "]
+
+
+def _nearest(by_content: Mapping[str, StoredSentence]) -> list[StoredSentence]:
+    """The most similar sentence and those that are about as similar, the most similar first."""
+    similar = [each for each in by_content.values() if (each.similarity or 0.0) >= SIMILAR]
+    return [each for each in similar if (each.similarity or 0.0) > (similar[0].similarity or 0.0) - MARGIN]
+
+
 def meant(text: str, ranked: Sequence[StoredSentence]) -> str:
     """The sentence of a memory that a text means: the one that it is, the only one that contains it, or else the one
-    that is most similar. `ranked` has the sentences with their similarities, the most similar first.
+    that is most similar. Other sentences come before questions. `ranked` has the sentences with their
+    similarities, the most similar first.
 
     Raises a ValueError if there is no such sentence, or if it can be several.
     """
@@ -127,10 +139,10 @@ def meant(text: str, ranked: Sequence[StoredSentence]) -> str:
     wanted = plain(text)
     if wanted and wanted in by_content:
         return by_content[wanted].text
-    containing = [each for content, each in by_content.items() if wanted and f" {wanted} " in f" {content} "]
-    similar = [each for each in by_content.values() if (each.similarity or 0.0) >= SIMILAR]
-    close = [each for each in similar if (each.similarity or 0.0) > (similar[0].similarity or 0.0) - MARGIN]
-    found = containing or close
+    statements = {key: each for key, each in by_content.items() if not each.text.rstrip().endswith("?")}
+    # A question about a fact does not state it.
+    found = _containing(wanted, statements) or _containing(wanted, by_content)
+    found = found or _nearest(statements) or _nearest(by_content)
     if len(found) == 1:
         return found[0].text
     if not found:
