@@ -176,7 +176,8 @@ def test_modes_and_writes_reach_the_model(run, home, tmp_path):
     [
         (
             ["read", "nowhere", "t.txt", "--save", "x.mem"],
-            "model: expected a folder with config.json and model.safetensors, or the name remanence-small, got nowhere",
+            "model: expected a folder with config.json and model.safetensors, or the name remanence-small, "
+            "or the name remanence-smollm2, got nowhere",
         ),
         (["read", "m", "nowhere.txt", "--save", "x.mem"], "nowhere.txt: no such file"),
         (

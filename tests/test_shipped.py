@@ -60,7 +60,7 @@ def test_a_name_that_there_is_not(run):
 
 def test_the_small_reader_is_in_the_package(tmp_path, command, monkeypatch):
     """Opened by its name alone it keeps a fact beyond its window, at the command line and after a file."""
-    assert shipped.shipped_models() == ["remanence-small"]
+    assert shipped.shipped_models() == ["remanence-small", "remanence-smollm2"]
     folder = shipped.FOLDER / "remanence-small"
     assert (folder / "model.safetensors").stat().st_size <= 12e6
     card = (folder / "README.md").read_text()

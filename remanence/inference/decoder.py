@@ -33,6 +33,8 @@ from remanence.runtime.module import (
 
 def unsupported(model: Model, memory_mode: Mode | None = None) -> str | None:
     """Return the reason why a `Decoder` cannot run this model in this memory mode, or None if it can."""
+    if not hasattr(model, "decoder_class"):  # which CausalModel does not ask for
+        return f"{type(model).__name__} has no decoder_class"
     mode = memory_mode or model.memory_mode
     if mode == "fresh":
         return "memories that begin anew at every segment are not decoded in place"
