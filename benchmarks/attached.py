@@ -26,7 +26,7 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
-from remanence.attached.sentences.decoder import SentenceDecoder
+from remanence.inference.sentence_decoder import SentenceDecoder
 from remanence.inference.session import load_model
 from remanence.runtime.device import inference_dtype
 

@@ -251,13 +251,6 @@ class Model(Module):
         reasons = (mixer.decode_unsupported_reason(memory_mode) for mixer in self.mixers)
         return next((reason for reason in reasons if reason is not None), None)
 
-    @property
-    def decoder_class(self) -> Any:
-        """The class that decodes the model token by token, in place."""
-        from remanence.inference.decoder import Decoder
-
-        return Decoder
-
     def describe(self) -> dict[str, Any]:
         """Return the content of ``config.json`` for this model."""
         from remanence.folder import describe

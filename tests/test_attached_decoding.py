@@ -8,11 +8,11 @@ from test_sentences import chat, sentence_model
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import remanence
-from remanence.attached.decoder import AttachedDecoder
-from remanence.attached.sentences.decoder import SentenceDecoder
 from remanence.attached.sentences.segments import ANSWER
 from remanence.attached.window import WindowSpec, WindowState, attend
+from remanence.inference.attached_decoder import AttachedDecoder
 from remanence.inference.decoder import unsupported
+from remanence.inference.sentence_decoder import SentenceDecoder
 from remanence.layers.attention import AttentionState
 from remanence.runtime.device import inference_dtype
 from remanence.testing import assert_close

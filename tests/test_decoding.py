@@ -218,9 +218,9 @@ def test_kernels_are_launched_without_waiting(variant, monkeypatch):
 def test_what_cannot_be_decoded_is_said():
     subject = model("mac")
     assert unsupported(subject) is None
-    assert "begin anew" in unsupported(subject, "fresh")
+    assert "reset" in unsupported(subject, "fresh")
     with pytest.raises(
-        ValueError, match="model: expected one that can be decoded in place, but memories that begin anew"
+        ValueError, match="model: expected one that can be decoded in place, but memories that are reset"
     ):
         Decoder(subject, subject.start(1), "fresh")
     with pytest.raises(ValueError, match="have no memory, got 'frozen'"):

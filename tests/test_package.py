@@ -30,7 +30,7 @@ ALLOWED_IMPORTS = {
     "model": {"runtime", "io", "backbone", "causal_model", "folder", "mixers", "config"},
     "folder": {"runtime", "io", "model", "config"},
     "attached": {*BASE, "ops", "layers", "memory", "mixers", "backbone", "model", "folder", "config"},
-    "inference": {"", *BASE, "attached", "layers", "mixers", "backbone", "model", "config"},
+    "inference": {"", *BASE, "attached", "layers", "memory", "mixers", "backbone", "model", "config"},
     "data": {*BASE, "verticals"},
     "tasks": {*BASE, "data"},
     "serve": {"runtime", "io", "tokenizers", "config", "model", "inference"},

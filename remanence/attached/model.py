@@ -264,13 +264,6 @@ class Attached(nn.Module):
         reasons = (memory.decode_unsupported_reason() for memory in memories)  # type: ignore[operator]
         return next((reason for reason in reasons if reason is not None), None)
 
-    @property
-    def decoder_class(self) -> Any:
-        """The class that decodes the model token by token, in place."""
-        from remanence.attached.decoder import AttachedDecoder
-
-        return AttachedDecoder
-
     # Forward pass.
 
     def start(self, rows: int) -> State:

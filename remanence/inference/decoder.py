@@ -30,21 +30,30 @@ from remanence.runtime.module import (
     overridden_method,
 )
 
+DECODERS: dict[type, Any] = {}
+"""For each class of model, the class that decodes it token by token, in place."""
+
+
+def decoder_class(model: object) -> Any:
+    """The class that decodes a model token by token, in place; None if there is none."""
+    return next((DECODERS[kind] for kind in type(model).__mro__ if kind in DECODERS), None)
+
 
 def unsupported(model: Model, memory_mode: Mode | None = None) -> str | None:
     """Return the reason why a `Decoder` cannot run this model in this memory mode, or None if it can."""
-    if not hasattr(model, "decoder_class"):  # which CausalModel does not ask for
-        return f"{type(model).__name__} has no decoder_class"
+    if (kind := decoder_class(model)) is None:
+        return f"no decoder is known for {type(model).__name__}"
     mode = memory_mode or model.memory_mode
     if mode == "fresh":
-        return "memories that begin anew at every segment are not decoded in place"
+        return "memories that are reset at every segment are not decoded in place"
     if torch.is_autocast_enabled(model.embed.weight.device.type):
         return "autocast is on, and decoding runs in the dtype of the weights"
     if (reason := model.decode_unsupported_reason(mode)) is not None:
         return reason
     if (name := overridden_method(model, "decode_unsupported_reason", ("forward", "trace"))) is not None:
         return f"{type(model).__name__} overrides {name} and not decode_unsupported_reason"
-    return model.decoder_class.layers_unsupported_reason(model)
+    found: str | None = kind.layers_unsupported_reason(model)
+    return found
 
 
 def _layers_unsupported_reason(model: Model) -> str | None:
@@ -253,3 +262,6 @@ def _decoder(block: Any, state: Any, memory_mode: Mode) -> MixerDecoder:
         if in_place(block)
         else ForwardDecoder(block, state, memory_mode)
     )
+
+
+DECODERS[Model] = Decoder

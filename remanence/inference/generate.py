@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from remanence.config import Mode
-from remanence.inference.decoder import Decoder, unsupported
+from remanence.inference.decoder import Decoder, decoder_class, unsupported
 from remanence.inference.reader import read
 from remanence.inference.sampling import Answer, Sampling, draw_seed
 from remanence.inference.threads import threads_for
@@ -152,7 +152,7 @@ class Generation:
         model: Any = self.model
         if unsupported(model, self.modes[1]) is not None:
             return None
-        kind = model.decoder_class
+        kind = decoder_class(model)
         if model.device.type not in IN_PLACE and not kind.is_faster_on_cpu:
             return None
         found: Decoder = kind(model, state, self.modes[1])

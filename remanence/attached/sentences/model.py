@@ -182,13 +182,6 @@ class SentenceModel(nn.Module):
             return "answers without a memory are read like other text"
         return self.attached.decode_unsupported_reason(memory_mode)
 
-    @property
-    def decoder_class(self) -> Any:
-        """The class that decodes answers token by token, in place."""
-        from remanence.attached.sentences.decoder import SentenceDecoder
-
-        return SentenceDecoder
-
     def state_template(self) -> State:
         return self.start(1).map(lambda tensor: torch.empty_like(tensor, device="meta"))
 

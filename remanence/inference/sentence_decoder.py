@@ -8,12 +8,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from remanence.attached.decoder import AttachedDecoder
 from remanence.attached.sentences.model import SentenceModel, with_answer_tokens
 from remanence.attached.sentences.segments import ANSWER, Position
 from remanence.backbone import State
 from remanence.config import Mode
-from remanence.inference.decoder import unsupported
+from remanence.inference.attached_decoder import AttachedDecoder
+from remanence.inference.decoder import DECODERS, unsupported
 from remanence.runtime.positions import positions_of
 
 
@@ -102,3 +102,6 @@ class SentenceDecoder:
         if self.inner is None or not any(self.tokens):
             return self.before
         return with_answer_tokens(self.model, self.before, self.tokens, self.inner.state)
+
+
+DECODERS[SentenceModel] = SentenceDecoder

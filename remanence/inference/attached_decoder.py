@@ -9,12 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from remanence.attached.layer import AttachedLayer, AttachedLayerState
+from remanence.attached.model import Attached
 from remanence.attached.reading import Call, memory_input, set_current_call, sink_rotations
 from remanence.attached.window import (
     SeenSinks,
@@ -28,16 +29,13 @@ from remanence.attached.window import (
 )
 from remanence.backbone import State
 from remanence.config import Mode
-from remanence.inference.decoder import Decoder
+from remanence.inference.decoder import DECODERS, Decoder
 from remanence.layers.attention import AttentionState
 from remanence.layers.decoding import StepContext
 from remanence.memory.neural import NeuralMemoryState
 from remanence.mixers import Text
 from remanence.mixers.memory import Memory, MemoryDecoder
 from remanence.runtime.module import GLOBAL_HOOKS, hooks_of, replaced_method
-
-if TYPE_CHECKING:
-    from remanence.attached.model import Attached
 
 
 class WindowSlots:
@@ -264,3 +262,6 @@ def foreign_code_reason(modules: Iterable[nn.Module], own_hooks: set[int]) -> st
         if (method := replaced_method(module)) is not None:
             return f"the method {method} of a module ({name}) is replaced"
     return None
+
+
+DECODERS[Attached] = AttachedDecoder
