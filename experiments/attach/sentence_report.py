@@ -91,8 +91,10 @@ def plot(cells: dict[Key, list[int]], path: Path) -> None:
                 axis.plot(
                     *zip(*points, strict=True), "o-", color=COLOURS[(0, 4, 1)[index]], label=names[mode]
                 )
-                axis.set_xscale("log", base=2)
-                axis.set_xticks([x for x, _ in points], [short(x) for x, _ in points], minor=False)
+    for axis, position, fixed in ((axes[1], 2, (1, 20)), (axes[2], 1, (2, 4000))):
+        places = sorted({k[position] for k in cells if k[0] == "held out" and k[fixed[0]] == fixed[1]})
+        axis.set_xscale("log", base=2)
+        axis.set_xticks(places, [short(x) for x in places])
     for axis, text in ((axes[1], "tokens in between"), (axes[2], "facts")):
         axis.set(ylim=(0, 103), xlabel=text, title=f"other relations, by {text}")
         axis.minorticks_off()
