@@ -78,6 +78,8 @@ class Session:
         self.tokenizer = check_tokenizer(self.model, tokenizer)
         self._current: State | Generation = self.model.start(1)
         self._is_streaming = False
+        self._has_answered = False
+        """Whether the last tokens were generated, or may have been before the state was loaded."""
         self._times = ReadTimes()
         """When tokens were read, if the model stores sentences."""
 
@@ -111,6 +113,7 @@ class Session:
         """Read a string, a file (a `Path`), or an iterable of parts of a text (an open file, a generator) in
         constant memory. Returns the number of tokens read and their mean surprise.
         """
+        self._end_answer()
         surprise, count, before = 0.0, 0, self.tokens
         for piece in self.read_pieces(source):
             surprise, count = surprise + piece.surprise, count + piece.surprise_count
@@ -120,13 +123,21 @@ class Session:
         """Read a source piece by piece, and yield the result of `inference.reader.read` for each piece. The
         first `skip` tokens are skipped.
         """
-        self._check_idle("read")
+        self._end_answer()
         lists = _without_first(self.tokenizer.stream(_text_parts(source)), skip)
         for tokens in token_pieces(lists, piece_size(self.model), self.tokens):
             yield self._read(tokens)
 
     reading = renamed_method("reading", "read_pieces")
     """Deprecated name of `read_pieces`."""
+
+    def _end_answer(self) -> None:
+        """End an answer that was generated, so that text that is read next does not count as part of it."""
+        self._check_idle("read")
+        if not self._has_answered or not isinstance(self.model, StoresSentences):
+            return
+        if tokens := self.model.end_of_answer(self.state):
+            self._read(tokens)
 
     def _read(self, tokens: list[int]) -> ReadResult:
         """Read one piece of tokens and update the state. Raises `DivergedError`, with the state unchanged, if
@@ -143,7 +154,7 @@ class Session:
             raise DivergedError(
                 f"memory: expected finite numbers, got a memory that diverged near token {self.tokens}"
             )
-        self._current = piece.state
+        self._current, self._has_answered = piece.state, False
         self._note_time()
         return piece
 
@@ -194,7 +205,7 @@ class Session:
         finally:
             self._is_streaming = False
             if self._current is generation:
-                self._current = generation.state
+                self._current, self._has_answered = generation.state, True
                 self._note_time()
 
     def save(self, path: str | Path, notes: Mapping[str, object] | None = None) -> None:
@@ -264,7 +275,7 @@ class Session:
         if len(state.position) != 1:
             raise ValueError(f"{path}: expected the memory of one document, got {len(state.position)}")
         times = ReadTimes.from_json(str(path), notes.get(NOTE, []))
-        self.state, self._times = state, times
+        self.state, self._times, self._has_answered = state, times, True
         return self
 
     @staticmethod
@@ -280,6 +291,7 @@ class Session:
         """
         other = Session(self.model, self.tokenizer, write=self.write, memory_mode=self.memory_mode)
         other.state, other._times = self.state, ReadTimes(self._times.pairs)
+        other._has_answered = self._has_answered
         return other
 
 

@@ -319,6 +319,13 @@ class SentenceModel(nn.Module):
             found.append(list(zip(order.tolist(), score[order].tolist(), strict=True)))
         return found
 
+    def end_of_answer(self, state: State) -> list[int]:
+        """The tokens that end an open answer of the first row, to be read before text that does not belong to it; empty
+        if there is no open answer.
+        """
+        form, part = self.sentences.format, Position(*state.blocks[-1].scan[0, :-1].tolist()).part
+        return [form.end, form.newline] if part == ANSWER else []
+
     @torch.no_grad()
     def close_sentence(self, state: State) -> State:
         """A state in which the open sentence of every row is stored, if it has at least two tokens. A sentence is
