@@ -60,6 +60,7 @@ class TestReadme:
     def test_its_headings_and_lines(self):
         headings = re.findall(r"^## (.+)$", README, re.M)
         assert headings == [
+            "A chat that remembers",
             "Use it as a layer",
             "Read and remember",
             "Train",
