@@ -31,7 +31,7 @@ def clock(monkeypatch):
     return now
 
 
-def told(folder, clock, facts=FACTS):
+def session_with(folder, clock, facts=FACTS):
     session = Session(folder)
     for fact in facts:
         session.generate(message(fact), max_tokens=6, temperature=0)
@@ -42,7 +42,7 @@ def told(folder, clock, facts=FACTS):
 
 def test_sentences_have_the_time_at_which_they_were_read(folder, clock, tmp_path):
     start = datetime.fromtimestamp(clock[0]).astimezone()
-    session = told(folder, clock)
+    session = session_with(folder, clock)
     listed = session.sentences()
     assert [each.text for each in listed] == list(FACTS)
     assert [(each.written - start).total_seconds() for each in listed] == [0, 3600, 7200]
@@ -76,7 +76,7 @@ def test_a_text_that_is_read_after_an_answer_is_stored(folder, way, tmp_path):
 
 
 def test_a_file_without_times_is_loaded(folder, clock, tmp_path):
-    session = told(folder, clock)
+    session = session_with(folder, clock)
     memfile.save(tmp_path / "old.mem", session.model, session.state)
     assert [each.written for each in Session(folder).load(tmp_path / "old.mem").sentences()] == [None] * 3
     for wrong in ([[5, 1], [4, 1]], [[1, -1]], [[1, 2**40]], [[1]], {"a": 1}, [[True, 1]], [[1.5, 2]]):
@@ -86,7 +86,7 @@ def test_a_file_without_times_is_loaded(folder, clock, tmp_path):
 
 
 def test_a_search_lists_the_most_similar_first(folder, clock):
-    session = told(folder, clock)
+    session = session_with(folder, clock)
     before = session.state
     found = session.sentences("Where do I live?")
     assert sorted(each.text for each in found) == sorted(FACTS)
@@ -104,7 +104,7 @@ def occurrences(path, text):
 
 @pytest.mark.parametrize("text", ["4711", "the CODE of the gate is 4711", "The code of the gate is 4711."])
 def test_forget_removes_one_fact_from_everything_that_is_saved(folder, clock, tmp_path, text):
-    session = told(folder, clock)
+    session = session_with(folder, clock)
     session.save(tmp_path / "a.mem")
     assert occurrences(tmp_path / "a.mem", "4711")
     (removed,) = session.forget(text)
@@ -120,7 +120,7 @@ def test_forget_removes_one_fact_from_everything_that_is_saved(folder, clock, tm
 
 
 def test_forget_removes_every_copy_and_the_last_sentence(folder, clock):
-    session = told(folder, clock, [FACTS[0], FACTS[1], FACTS[0]])
+    session = session_with(folder, clock, [FACTS[0], FACTS[1], FACTS[0]])
     assert [each.text for each in session.forget("Rex")] == [FACTS[0]] * 2
     other = Session(folder)
     other.read("It rained. My bike is green")
@@ -133,7 +133,7 @@ def test_forget_removes_every_copy_and_the_last_sentence(folder, clock):
     [("is", "which fits 2: 'My dog is called Rex.', 'The code"), ("", "at least one character")],
 )
 def test_what_is_not_one_sentence_is_not_removed(folder, clock, text, message):
-    session = told(folder, clock)
+    session = session_with(folder, clock)
     before = session.state
     with pytest.raises(ValueError, match=f"^text: expected .*{message}"):
         session.forget(text)
