@@ -55,7 +55,7 @@ def test_sentences_have_the_time_at_which_they_were_read(folder, clock, tmp_path
     assert later.load(tmp_path / "a.mem").sentences() == listed
 
 
-@pytest.mark.parametrize("way", ["session", "fork", "file"])
+@pytest.mark.parametrize("way", ["session", "fork", "file", "batch"])
 def test_a_text_that_is_read_after_an_answer_is_stored(folder, way, tmp_path):
     """It is not part of the answer. A transcript in several calls, whose answers are read, is as it is in one."""
     session = Session(folder)
@@ -64,15 +64,24 @@ def test_a_text_that_is_read_after_an_answer_is_stored(folder, way, tmp_path):
     others = {"session": session, "fork": session.fork(), "file": Session(folder)}
     if way == "file":
         others[way].load(tmp_path / "a.mem")
-    others[way].read("It was a dark night. The rain fell.\nA dog barked. ")
+    text = "It was a dark night. The rain fell.\nA dog barked. "
+    if way == "batch":
+        others[way] = Session(folder)
+        batch = Session.batch([others[way]])
+        batch.generate([message(FACTS[0])], max_tokens=6, temperature=0)
+        batch.read([text])
+    else:
+        others[way].read(text)
     listed = [each.text for each in others[way].sentences()]
     assert listed == [FACTS[0], "It was a dark night.", "The rain fell.", "A dog barked."][: len(listed)]
     assert len(listed) >= 3
     whole, parts = Session(folder), Session(folder)
     whole.read(message(FACTS[1]) + "I see it now.\x06\n" + message(FACTS[2]))
-    for text in (message(FACTS[1]) + "I see", " it now.", "\x06\n" + message(FACTS[2])):
-        parts.read(text)
-    assert_close(parts.state, whole.state, 1e-4)
+    for part in (message(FACTS[1]) + "I see", " it now.", "\x06\n" + message(FACTS[2])):
+        parts.read(part)
+        parts.save(tmp_path / "part.mem")
+        parts = Session(folder).load(tmp_path / "part.mem")
+    assert_close(parts.state.saved(), whole.state.saved(), 1e-4)
 
 
 def test_a_file_without_times_is_loaded(folder, clock, tmp_path):

@@ -53,6 +53,8 @@ class SessionBatch:
         """Read one text in each session. If any memory diverges, no session changes."""
         self._check_texts("texts", texts)
         first = self.sessions[0]
+        for session in self.sessions:
+            session.end_answer()
         rows = [[token for tokens in first.tokenizer.stream([text]) for token in tokens] for text in texts]
         longest = max(map(len, rows))
         if not longest:
@@ -86,6 +88,8 @@ class SessionBatch:
             memory_mode=first.memory_mode,
         ).run()
         self._set_states(generation.state)
+        for session in self.sessions:
+            session.note_answer()
         return generation.texts
 
     def _check_texts(self, name: str, texts: Sequence[str | bytes]) -> None:

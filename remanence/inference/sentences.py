@@ -25,6 +25,8 @@ is longer than a name or a number that an answer may need twice.
 """
 NOTE = "times"
 """The key of the times in the notes of a memory file."""
+ANSWERED = "answered"
+"""The key in the notes of a memory file that says whether the last tokens were generated."""
 LATEST = 2**36
 """A limit for times, in seconds since 1970."""
 

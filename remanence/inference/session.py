@@ -15,7 +15,15 @@ from remanence.inference import memfile
 from remanence.inference.generate import WRITES, Generation, Write, check_tokenizer
 from remanence.inference.reader import ReadResult, piece_size, read, token_pieces
 from remanence.inference.sampling import Sampling, SamplingFields
-from remanence.inference.sentences import NOTE, ReadTimes, StoredSentence, StoresSentences, meant, plain
+from remanence.inference.sentences import (
+    ANSWERED,
+    NOTE,
+    ReadTimes,
+    StoredSentence,
+    StoresSentences,
+    meant,
+    plain,
+)
 from remanence.model import CausalModel, State
 from remanence.runtime.deprecation import renamed_method
 from remanence.runtime.errors import DivergedError
@@ -79,7 +87,7 @@ class Session:
         self._current: State | Generation = self.model.start(1)
         self._is_streaming = False
         self._has_answered = False
-        """Whether the last tokens were generated, or may have been before the state was loaded."""
+        """Whether the last tokens were generated, so that text that is read next is not part of them."""
         self._times = ReadTimes()
         """When tokens were read, if the model stores sentences."""
 
@@ -91,7 +99,7 @@ class Session:
     @state.setter
     def state(self, state: State) -> None:
         self._check_idle("state")
-        self._current = state
+        self._current, self._has_answered = state, False
         self._times.crop(self.tokens)
 
     @property
@@ -113,7 +121,7 @@ class Session:
         """Read a string, a file (a `Path`), or an iterable of parts of a text (an open file, a generator) in
         constant memory. Returns the number of tokens read and their mean surprise.
         """
-        self._end_answer()
+        self.end_answer()
         surprise, count, before = 0.0, 0, self.tokens
         for piece in self.read_pieces(source):
             surprise, count = surprise + piece.surprise, count + piece.surprise_count
@@ -123,7 +131,7 @@ class Session:
         """Read a source piece by piece, and yield the result of `inference.reader.read` for each piece. The
         first `skip` tokens are skipped.
         """
-        self._end_answer()
+        self.end_answer()
         lists = _without_first(self.tokenizer.stream(_text_parts(source)), skip)
         for tokens in token_pieces(lists, piece_size(self.model), self.tokens):
             yield self._read(tokens)
@@ -131,7 +139,11 @@ class Session:
     reading = renamed_method("reading", "read_pieces")
     """Deprecated name of `read_pieces`."""
 
-    def _end_answer(self) -> None:
+    def note_answer(self) -> None:
+        """Note that the last tokens were generated."""
+        self._has_answered = True
+
+    def end_answer(self) -> None:
         """End an answer that was generated, so that text that is read next does not count as part of it."""
         self._check_idle("read")
         if not self._has_answered or not isinstance(self.model, StoresSentences):
@@ -217,6 +229,7 @@ class Session:
         if isinstance(self.model, StoresSentences):
             (stored,) = self.model.stored(self.state)
             known[NOTE] = self._times.since(stored[0].start if stored else self.tokens)
+            known[ANSWERED] = self._has_answered
         memfile.save(path, self.model, self.state, known)
 
     # Stored sentences.
@@ -275,7 +288,7 @@ class Session:
         if len(state.position) != 1:
             raise ValueError(f"{path}: expected the memory of one document, got {len(state.position)}")
         times = ReadTimes.from_json(str(path), notes.get(NOTE, []))
-        self.state, self._times, self._has_answered = state, times, True
+        self.state, self._times, self._has_answered = state, times, notes.get(ANSWERED) is True
         return self
 
     @staticmethod
