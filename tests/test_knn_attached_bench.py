@@ -74,7 +74,7 @@ def test_a_closed_gate_and_an_empty_store_change_nothing(bench, base):
     tokens = text(1400)
     x = base.below(tokens[None], 2)[0]
     window = base.bits(base.below(tokens[None, :-1], 3)[0], tokens[1:])
-    closed, reader = bench.Reader(base, bench.Setting(layer=2)), opened(bench, base)
+    closed, reader = bench.Reader(base, bench.Setting(layer=2, opened=0.0)), opened(bench, base)
     torch.testing.assert_close(bench.measured(closed, tokens, x, 8192, 32), window)
     torch.testing.assert_close(bench.measured(reader, tokens, x, 0, 32), window)
     changed = bench.measured(reader, tokens, x, 8192, 32)

@@ -56,6 +56,8 @@ class Setting:
     whiten
         For keys that see the token before their own: how much the directions of a state are evened out at first, 0.5
         for wholly; 0: queries and keys begin as the layer's own queries.
+    opened
+        The gate's parameter at first; 0: closed.
     lora
         Rank of a low-rank update of the layers from the store's on; 0: none.
     controls
@@ -75,8 +77,10 @@ class Setting:
     detach: bool = False
     whiten: float = 0.25
     lora: int = 0
-    rate: float = 1e-3
+    rate: float = 2e-3
     gate_rate: float = 2e-2
+    small_rate: float = 4e-3
+    opened: float = 0.5
     warmup: int = 20
     seconds: float = 100.0
     steps: int = 100_000
@@ -269,7 +273,7 @@ class LowRank(nn.Module):
 
 class Reader(nn.Module):
     """What the store adds to the pretrained model: projections of queries, keys, values and of the output, and for each
-    head a temperature, the score of choosing no entry, and a gate that is closed at first.
+    head a temperature, the threshold of a match, and a gate.
 
     At first the key of a token is the query of the token before it, so that entries are contexts and what followed
     them, and the output is the embedding of that token.
@@ -296,7 +300,7 @@ class Reader(nn.Module):
         self.threshold = nn.Parameter(torch.full((heads,), 0.85, device=q.device))
         self.match = nn.Parameter(torch.full((heads, heads), 0.5 / heads, device=q.device))
         self.match_bias = nn.Parameter(torch.zeros(heads, device=q.device))
-        self.gate = nn.Parameter(torch.zeros(heads, device=q.device))
+        self.gate = nn.Parameter(torch.full((heads,), setting.opened, device=q.device))
         rank, ff = setting.lora, base.layers[0]["mlp.up_proj.weight"].shape[0]
         kv = base.groups * base.width
         sizes = {
@@ -485,11 +489,12 @@ def train(
     reader = Reader(base, setting)
     chunks = Chunks(corpora, args.chunk, setting.memory, rng)
     reader.start(torch.cat([each[::7] for each in chunks.hidden[:20]]))
-    small = [reader.log_scale, reader.gate, reader.threshold, reader.match, reader.match_bias]
-    others = [p for p in reader.parameters() if not any(p is each for each in small)]
+    small = [reader.log_scale, reader.threshold, reader.match, reader.match_bias]
+    others = [p for p in reader.parameters() if not any(p is each for each in (reader.gate, *small))]
     groups = [
         {"params": others, "lr": 0.0, "rate": setting.rate},
-        {"params": small, "lr": 0.0, "rate": setting.gate_rate},
+        {"params": [reader.gate], "lr": 0.0, "rate": setting.gate_rate},
+        {"params": small, "lr": 0.0, "rate": setting.small_rate},
     ]
     optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.98), weight_decay=0.0)
     log: list[Any] = []
