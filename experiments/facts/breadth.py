@@ -82,17 +82,27 @@ class Asker:
         start = text.find(b" ", int(self.rng.integers(len(text) - length - 1024)))
         return text[start : start + length]
 
-    def texts(self, questions: Sequence[Question], after: int, text: bytes | None = None) -> list[np.ndarray]:
-        """The texts up to the questions: facts with some text before each, then `after` bytes."""
+    def texts(
+        self, questions: Sequence[Question], after: int, text: bytes | None = None, multiple: int = 1
+    ) -> list[np.ndarray]:
+        """The texts up to the questions: facts with some text before each, then `after` bytes. All have the same
+        length, which is divisible by `multiple`.
+        """
         made = []
         for each in questions:
             parts = []
             for fact in each.facts:
-                gap = BEFORE if len(each.facts) == 1 else int(self.rng.integers(16, 96))
-                hay = self.hay(gap, text)
+                hay = self.hay(int(self.rng.integers(16, 96)), text)
                 parts += [hay[: hay.rfind(b" ")], fact.statement.encode()]
-            made.append(np.frombuffer(b"".join([*parts, self.hay(after, text)]), np.uint8))
-        return made
+            made.append(b"".join(parts))
+        longest = max(len(each) for each in made) + BEFORE + after
+        longest += -longest % multiple
+        return [
+            np.frombuffer(
+                self.hay(longest - after - len(each), text) + each + self.hay(after, text), np.uint8
+            )
+            for each in made
+        ]
 
     def read(self, texts: Sequence[np.ndarray]) -> State:
         return self.subject.read(texts)
@@ -253,25 +263,26 @@ def facts(asker: Asker, count: int) -> Found:
         )
 
 
-def distance(asker: Asker, count: int, furthest: int) -> Found:
+def distance(asker: Asker, count: int, furthest: int, deadline: float) -> Found:
+    other = asker.plain("the harbor", "0")
     sets = {
         "one number": [alone(asker.plain(asker.name(), number(asker.rng, 7))) for _ in range(count)],
         "one of four of any kind": [one_of(asker, asker.any_facts(4)) for _ in range(count)],
-        "unknown": [Question((asker.plain(asker.name(), "5"),), asker.plain("the harbor", "").question, phrases.UNKNOWN)
+        "unknown": [Question((asker.plain(asker.name(), "5"),), other.question, phrases.UNKNOWN)
                     for _ in range(count // 4 + 1)],
     }  # fmt: skip
     questions = [question for each in sets.values() for question in each]
-    state, done = asker.read(asker.texts(questions, NEAR)), NEAR
+    state, done = asker.read(asker.texts(questions, NEAR, multiple=1024)), NEAR
     books = np.frombuffer(asker.books, np.uint8)
     places = asker.rng.integers(len(books), size=len(questions))
     for far, brief in BRIEF.items():
-        if far > furthest:
-            break
-        while done < far:
-            size = min(8192, far - done)
+        while done < min(far, furthest) and time.monotonic() < deadline:
+            size = min(65536, far - done)  # of whole pieces, which a GPU reads as one graph
             piece = books[(places[:, None] + np.arange(size)) % len(books)].astype(np.int64)
             state = read(asker.model, torch.from_numpy(piece).to(asker.model.device), state).state
             places, done = places + size, done + size
+        if done < far:
+            break
         begun = 0
         for title, each in sets.items():
             rows = list(range(begun, begun := begun + len(each)))
@@ -302,7 +313,7 @@ def language(asker: Asker, count: int) -> Found:
 
 COUNTS = {
     "digits": 48, "card": 48, "kinds": 96, "held out": 96, "unknown": 64, "facts": 96, "texts": 64, "language": 16,
-    "distance": 32,
+    "distance": 24,
 }  # fmt: skip
 """The number of questions of every row of a part."""
 
@@ -358,7 +369,7 @@ def main() -> None:
     made: dict[str, Callable[[Asker, int], Found]] = {
         "digits": digits, "card": card, "kinds": kinds, "held out": held_out, "unknown": unknown, "facts": facts,
         "language": language, "texts": lambda asker, count: texts(asker, count, wikitext),
-        "distance": lambda asker, count: distance(asker, count, furthest),
+        "distance": lambda asker, count: distance(asker, count, furthest, began + args.seconds),
     }  # fmt: skip
     for part in args.parts:
         count = 2 if args.tiny else max(2, round(COUNTS[part] * args.scale))

@@ -242,21 +242,22 @@ def processes(commands: Sequence[list[str]]) -> None:
 
 
 def measure(names: Sequence[str], args: argparse.Namespace) -> None:
-    """Pack and measure the models of all runs, and write the table."""
-    commands, rows, models = [], [], []
+    """Pack and measure the models of all runs, and the one in the package, and write the table."""
+    models = {"before": "remanence-small"}
     for name in names:
         folder = args.work / name
-        if not (folder / "model" / "config.json").is_file():
+        if (folder / "model" / "config.json").is_file():
+            models[name] = str(packed(folder, args.out, f"small-{name}"))
+        else:
             print(f"{name}: no model", flush=True)
-            continue
-        models.append(packed(folder, args.out, f"small-{name}"))
+    commands, rows = [], []
+    for name, model in models.items():
         rows.append(args.work / f"{name}.rows.json")
         rows[-1].unlink(missing_ok=True)
         commands.append([
-            "experiments.facts.breadth", str(args.books), "--model", str(models[-1]), "--name", name,
-            "--out", str(rows[-1]), "--seconds", str(args.measure_seconds), "--wikitext", str(args.wikitext),
-            *(["--tiny"] if args.tiny else []),
-            *(["--commit", args.commit] if args.commit else []),
+            "experiments.facts.breadth", str(args.books), "--model", model, "--name", name, "--out", str(rows[-1]),
+            "--seconds", str(args.measure_seconds), "--wikitext", str(args.wikitext),
+            *(["--tiny"] if args.tiny else []), *(["--commit", args.commit] if args.commit else []),
         ])  # fmt: skip
     processes(commands)
     with tarfile.open(args.out / "metrics.tar", "w") as archive:

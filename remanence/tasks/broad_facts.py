@@ -40,7 +40,9 @@ PENDING = 1, 16
 MANY_PENDING, MANY_SHARE = 64, 0.15
 """The average number of such facts in a share of the streams."""
 WORDING_SHARE = 0.3
-"""The share of the ramp over which the forms of facts, and questions about unknown ones, are introduced."""
+"""The share of the ramp over which the forms of facts, long numbers, and questions about what was not stated are
+introduced.
+"""
 UNKNOWN_SHARE = 0.12
 """The share of questions about something that was not stated. The answer is `fact_phrases.UNKNOWN`."""
 STATED_SUBJECT = 0.25
@@ -157,6 +159,8 @@ class _Drawing:
         introduced = progress**0.5 / WORDING_SHARE
         self.forms = min(forms, 1 + int(forms * introduced))
         self.unknown_share = UNKNOWN_SHARE * min(1.0, introduced)
+        longer = phrases.MAX_DIGITS - phrases.SHORT_DIGITS
+        self.max_digits = phrases.SHORT_DIGITS + int(longer * min(1.0, introduced))
         self.known: dict[str, list[Stated]] = {}
         self.recent: list[Stated] = []
         self.taken_until: dict[str, int] = {}
@@ -172,7 +176,7 @@ class _Drawing:
             subject = self._stated_subject(position, relation)
         if subject is None:
             subject = self._new_subject(relation, position)
-        fact = phrases.draw_fact(rng, self.vocabulary, relation, subject, form)
+        fact = phrases.draw_fact(rng, self.vocabulary, relation, subject, form, self.max_digits)
         if unknown:
             self.taken_until[subject] = max(question_position, self.taken_until.get(subject, 0))
             return fact._replace(value=phrases.UNKNOWN), None

@@ -107,10 +107,10 @@ class Vocabulary:
             kind = "thing" if form < 0.65 else "person" if form < 0.9 else "place"
         return {"thing": self.thing, "person": self.person, "place": self.place}[kind](rng)
 
-    def value(self, rng: np.random.Generator, kind: str) -> str:
+    def value(self, rng: np.random.Generator, kind: str, max_digits: int = MAX_DIGITS) -> str:
         """Draw a value of a kind."""
         if kind == "number":
-            return number(rng)
+            return number(rng, max_digits=max_digits)
         if kind == "two words":
             return f"{self.any_word(rng, ADJECTIVES)} {self.any_word(rng, NOUNS)}"
         if kind == "word":
@@ -126,10 +126,10 @@ VALUES: dict[str, Words] = {
 """The values of the kinds that are words of one list."""
 
 
-def number(rng: np.random.Generator, digits: int | None = None) -> str:
-    """Draw a number with this many digits, or with 1 to `MAX_DIGITS`."""
+def number(rng: np.random.Generator, digits: int | None = None, max_digits: int = MAX_DIGITS) -> str:
+    """Draw a number with this many digits, or with 1 to `max_digits`."""
     if digits is None:
-        digits = int(rng.integers(1, (SHORT_DIGITS if rng.random() < 0.5 else MAX_DIGITS) + 1))
+        digits = int(rng.integers(1, (SHORT_DIGITS if rng.random() < 0.5 else max_digits) + 1))
     drawn = rng.integers(0, 10, digits)
     drawn[0] = max(1, drawn[0]) if digits > 1 else drawn[0]
     return "".join(map(str, drawn.tolist()))
@@ -372,10 +372,16 @@ def similar(one: Relation, other: Relation) -> bool:
 
 
 def draw_fact(
-    rng: np.random.Generator, vocabulary: Vocabulary, relation: Relation, subject: str, form: int = ANY
+    rng: np.random.Generator,
+    vocabulary: Vocabulary,
+    relation: Relation,
+    subject: str,
+    form: int = ANY,
+    max_digits: int = MAX_DIGITS,
 ) -> Fact:
     """Draw the value and the wordings of a fact about a subject."""
-    value = vocabulary.value(rng, relation.values[int(rng.integers(len(relation.values)))])
+    kind = relation.values[int(rng.integers(len(relation.values)))]
+    value = vocabulary.value(rng, kind, max_digits)
     if form == RULER:
         key = subject.removeprefix("the ").replace(" ", "-")
         _, question, begun = frame(RULER_KINDS["n"], [key])

@@ -62,7 +62,7 @@ def test_what_is_asked_was_stated_and_what_was_not_is_unknown(books, monkeypatch
     the value of the answer.
     """
 
-    def marked(rng, vocabulary, relation, subject, form):
+    def marked(rng, vocabulary, relation, subject, form, max_digits):
         about = f"{subject}|{relation.name}" if form != phrases.DIRECT else f"{subject}|"
         value = str(rng.integers(10**6))
         return Fact(f" <{about}={value}>.", f" <{about}?>", value)
