@@ -1,4 +1,4 @@
-"""experiments/facts/breadth.py and train_for.py in small: how answers are scored, that every part asks for what it
+"""The experiments `breadth` and `train_for` of facts in small: how answers are scored, that every part asks for what it
 states, and that several processes draw the same batches as one.
 """
 

@@ -6,8 +6,8 @@
 BOOKS is a folder of ``*.txt.xz`` with an ``index.json`` that names each book's split. Every seed is a process. It
 first measures how long a step takes, with the other seeds running, and computes the number of steps from it, and the
 number of rows of a step: the most that leave MIN_STEPS. In the first half of the run, in which neither the learning
-rate nor the write cost depends on the number of steps, the number is corrected once. A run that is late all the same
-ends early.
+rate nor the write cost depends on the number of steps, the number is corrected once; later it is only reduced, if a run
+has become slower.
 
 --out gets the models in bfloat16 (``small-SEED.tar``), ``metrics.tar``, ``rows.json`` and ``table.md`` of
 `experiments.facts.breadth`. With --part train or measure, only that part runs. --runs gives runs other names and
@@ -49,6 +49,8 @@ RAMP, FIXED_AT = 0.55, 0.4
 """The ramp of distances as a share of the steps, and the share of the time after which their number is corrected."""
 MEASURED, WARM = 40, 12
 """The number of steps that are timed before a run, and of those before them, which compile and capture."""
+CHECKED = 50
+"""The number of steps after which a run looks whether it has become so slow that it needs fewer steps."""
 SPARE = 12.0
 """Seconds that are kept for saving a model."""
 TINY = ["model.dim=64", "model.num_layers=2", "model.heads=2", "model.ffn=64", "model.memory.head_dim=32",
@@ -193,27 +195,41 @@ def train(name: str, changes: Sequence[str], seed: int, args: argparse.Namespace
         f"{name}-{seed}: {config.steps} steps of {config.batch} rows, {parameters(config.model):,} parameters",
         flush=True,
     )
-    source, began, corrected, late = Parallel(config, args.workers), time.monotonic(), False, False
+    began, corrected, late = time.monotonic(), False, False
+    first = 3 if args.tiny else WARM
+    source, warmed, shortened = Parallel(config, args.workers), began, 0
+    marks: list[tuple[int, float]] = []
     try:
         with Run.open(config, folder, source=source) as run:
             while not run.done:
                 run.step()
                 step, now = run.progress.step, time.monotonic()
-                if not corrected and now - began > FIXED_AT * (deadline - SPARE - began):
+                if step == first:
+                    warmed = now
+                if step > 2 * first and not corrected and now - began > FIXED_AT * (deadline - SPARE - began):
                     corrected = True
-                    count = step + int(0.97 * (deadline - SPARE - now) * step / (now - began))
+                    count = step + int(0.97 * (deadline - SPARE - now) * (step - first) / (now - warmed))
                     if count >= 2 * step:  # else the write cost has begun
                         run.config = replace(run.config, steps=count)
                         write_json(folder / "config.json", run.config.to_dict())
                         print(f"{name}-{seed}: {count} steps", flush=True)
+                if step % CHECKED == 0:
+                    marks.append((step, now))
+                    before, then = marks[max(0, len(marks) - 5)]
+                    left = int((deadline - SPARE - now) * (step - before) / max(1e-9, now - then))
+                    if corrected and step > before and step + left < 0.97 * run.config.steps:
+                        run.config = replace(run.config, steps=max(step + 1, step + left))
+                        shortened += 1
                 if now > deadline - SPARE / 2 and not run.done:
                     late = True
                     run.config = replace(run.config, steps=step)
+            write_json(folder / "config.json", run.config.to_dict())
             run.finish()
     finally:
         source.close()
     took = {
         "seconds": round(time.monotonic() - began), "steps": run.progress.step, "rows": config.batch, "late": late,
+        "shortened": shortened,
         "step_milliseconds": round(1e3 * seconds, 1), "parameters": parameters(config.model),
         "config": run.config.to_dict(), "changes": list(changes),
     }  # fmt: skip

@@ -219,6 +219,8 @@ NAMED = (
     *_named("day, deadline, day off", "day, month"),
 )  # fmt: skip
 """Relations with a name."""
+NUMBERS = tuple(relation for relation in NAMED if relation.values == ("number",))
+"""Those of them whose value is a number."""
 
 SPOKEN = (
     _spoken("price", "thing", "number",
@@ -353,11 +355,13 @@ def draw_form(rng: np.random.Generator, count: int = len(SHARES)) -> int:
     return min(bisect_right(list(accumulate(SHARES[:count])), drawn), count - 1)
 
 
-def draw_relation(rng: np.random.Generator, form: int = ANY) -> Relation:
-    """Draw a relation for training that has this form."""
+def draw_relation(rng: np.random.Generator, form: int = ANY, numbers: float = 0.0) -> Relation:
+    """Draw a relation for training that has this form. In this share of the draws its value is a number."""
     if form == RULER:
         return NAMED[0]
-    relations = SPOKEN if form == ANY and rng.random() < 0.5 else NAMED
+    relations = NUMBERS if numbers and rng.random() < numbers else NAMED
+    if form == ANY and rng.random() < 0.5:
+        relations = SPOKEN
     return relations[int(rng.integers(len(relations)))]
 
 
