@@ -39,9 +39,11 @@ SYSTEM = (
     "<|im_start|>system\nYou are a helpful AI assistant named SmolLM, trained by Hugging Face<|im_end|>\n"
 )
 """What the chat template of SmolLM2 writes in front of the first message."""
+BOS = "<bos>"
+"""The first token of texts for Gemma."""
 OTHER_MARKS = {
     "<start_of_turn>": {
-        SYSTEM: "",
+        SYSTEM: BOS,
         "<|im_start|>user": "<start_of_turn>user",
         "<|im_start|>assistant": "<start_of_turn>model",
         "<|im_end|>": "<end_of_turn>",
@@ -79,13 +81,14 @@ class Test(NamedTuple):
 
 class Chats:
     """Draws conversations. `kamel` is the file of KAMEL's relations, `general` holds messages and answers that need no
-    memory.
+    memory, and `system_share` is the share of conversations for training that begin with `SYSTEM`.
     """
 
-    def __init__(self, kamel: Path, general: list[tuple[str, str, bool]]) -> None:
+    def __init__(self, kamel: Path, general: list[tuple[str, str, bool]], *, system_share: float = 0.5) -> None:
         with lzma.open(kamel, "rt") as file:
             known = [json.loads(line) for line in file]
         self.kamel_held, self.kamel, self.general = known[:HELD_OUT], known[HELD_OUT:], general
+        self.system_share = system_share
 
     def _fact(self, rng: Rng, *, held: bool) -> dict[str, Any]:
         if rng.random() < (0.4 if held else 0.2):
@@ -98,7 +101,7 @@ class Chats:
         """A conversation for training: statements alone or several in a message, in prose, in plain text; small talk,
         corrections and part of a book between them; then, or among them, questions.
         """
-        items: list[Item] = [SYSTEM] if rng.random() < 0.5 else []
+        items: list[Item] = [SYSTEM] if rng.random() < self.system_share else []
         asked: list[Exchange] = []
         facts = _distinct(rng, int(rng.integers(2, 28)), lambda r: self._fact(r, held=False))
         passages = int(rng.integers(1, 5)) if rng.random() < 0.7 else 0

@@ -58,7 +58,7 @@ class Cell(NamedTuple):
 CELLS = [
     Cell("as written", 20, 4000, 10),
     Cell("held out", 20, 4000, 10),
-    Cell("reversed", 20, 4000, 30),
+    Cell("reversed", 20, 4000, 50),
     Cell("free", 0, 4000, 50),
     Cell("passages", 0, 4000, 30),
     Cell("trained", 20, 4000, 10),
@@ -167,7 +167,7 @@ def conversation(source: Source, cell: Cell, number: int) -> tuple[list[int], li
     rng = np.random.default_rng([11, number, cell.facts])
     test = drawn_test(source, cell, number, rng)
     if cell.kind == "notes":
-        front = source.encode("".join(f"{each}\n" for each in test.said))
+        front = source.encode(source.bos + "".join(f"{each}\n" for each in test.said))
     else:
         front = source.encode(SYSTEM + "".join(f"{user(each)}Okay.<|im_end|>\n" for each in test.said))
     opened, closed = (

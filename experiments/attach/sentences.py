@@ -32,7 +32,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import remanence
-from experiments.attach.chats import SYSTEM, UNKNOWN, Chats, in_format, pick
+from experiments.attach.chats import BOS, SYSTEM, UNKNOWN, Chats, in_format, pick
 from remanence.attached.sentences.config import SentenceConfig
 from remanence.attached.sentences.segments import Segmenter
 from remanence.attached.sentences.training import _spans, addressing_loss, answer_loss, chat_row, read_rows
@@ -59,7 +59,9 @@ class Source:
         self.tokenizer = Tokenizer.from_file(str(cache / "tokenizer.json"))
         self.vocabulary = self.tokenizer.get_vocab()
         general = [tuple(each) for each in json.loads((cache / "general.json").read_text())]
-        self.chats = Chats(cache / "kamel.jsonl.xz", general)
+        self.bos = BOS if BOS in self.vocabulary else ""
+        # A model with a first token has seen no text without it.
+        self.chats = Chats(cache / "kamel.jsonl.xz", general, system_share=1.0 if self.bos else 0.5)
         self.books = np.load(cache / "books-train.npy", mmap_mode="r")
         self.held_books = np.load(cache / "books-held.npy", mmap_mode="r")
 
@@ -141,7 +143,7 @@ def answer_general(args: argparse.Namespace) -> None:
     tokenizer, (user, assistant, end, _) = model.pretrained_tokenizer(), model_marks(model)
     model.attached.window = None
     prompts = (args.cache / "general.txt").read_text().splitlines()
-    system = SYSTEM if "<|im_start|>" in user else ""
+    system = in_format(SYSTEM, model.source.load_tokenizer().get_vocab())
     asked = [tokenizer.encode(f"{system}{user}{prompt}{end}\n{assistant}") for prompt in prompts]
     found: list[list[Any]] = []
     for start in range(0, len(asked), args.batch):
@@ -190,7 +192,7 @@ def draw_distractors(model: Any, source: Source, rng: np.random.Generator) -> tu
     for _ in range(16):
         start = int(rng.integers(len(source.books) - 768))
         ids = source.books[start : start + 768].astype(np.int64)
-        row = chat_row(source, source.encode, source.decode, [ids], len(ids))
+        row = chat_row(source, source.encode, source.decode, [source.bos, ids], len(ids) + 1)
         hidden, _ = read_rows(model, [row])
         found.append(_spans(hidden, [(0, a, b) for a, b in row.sentences], model.sentences.longest))
     return torch.cat([x for x, _ in found]), torch.cat([inside for _, inside in found])

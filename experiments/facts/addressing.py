@@ -55,7 +55,7 @@ def config_of(name: str, seed: int, args: argparse.Namespace, tokens: Path) -> T
     return replace(
         base,
         model=model,
-        data=replace(base.data, path=str(tokens), distance_ramp=NEVER),
+        data=replace(base.data, path=str(tokens), facts="numbers", weight=0.01, distance_ramp=NEVER),
         optimizer=replace(base.optimizer, lr=3e-3, schedule="cosine"),
         steps=args.steps,
         batch=args.rows,

@@ -5,10 +5,11 @@ of 2K.
     python -m experiments.facts.distance BOOKS --out rows.json --table --plot distance.png
 
 BOOKS is a folder of ``*.txt.xz`` with an ``index.json`` that names each book's split. Every run is `recipes/facts.py`
-with another architecture and as many parameters: the same steps on the same texts. The models then read held-out books
-(--split). Each text is read once, and its state is asked at every distance, so that a text that was asked goes on as if
-it had not been. An answer is right if every token of it is the likeliest one, and the likeliest token after it is no
-digit. Rows of earlier versions, without ``ended`` in their settings, were scored without that token.
+with facts that are numbers, and with another architecture and as many parameters: the same steps on the same texts.
+The models then read held-out books (--split). Each text is read once, and its state is asked at every distance, so that
+a text that was asked goes on as if it had not been. An answer is right if every token of it is the likeliest one, and
+the likeliest token after it is no digit. Rows of earlier versions, without ``ended`` in their settings, were scored
+without that token.
 
 - *single*: one fact at the text's beginning; *keys4*, *keys16*, *keys64*: as many, of which one is asked for.
 - *late*: a fact stated after so many tokens of the book, and asked for 4,096 tokens later.
@@ -96,7 +97,7 @@ def config_of(name: str, seed: int, args: argparse.Namespace) -> TrainConfig:
     model = change(base.model, RUNS[name])
     if RUNS[name]:
         model = matched(model, parameters(base.model))
-    data = replace(base.data, path=str(args.work / "tokens"))
+    data = replace(base.data, path=str(args.work / "tokens"), facts="numbers", weight=0.01)
     carry = "attention" not in model.pattern
     cost = base.write_cost if model.memory.threshold and not set(model.blocks) <= PLAIN else 0.0
     steps = args.steps or base.steps

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, fields, replace
 from itertools import pairwise
-from typing import Any, ClassVar, Self, get_type_hints
+from typing import Any, ClassVar, Literal, Self, get_type_hints
 
 from remanence.io.migrations import FLAT_DATA, accepts_old_names, current_field, current_value
 from remanence.runtime.choices import check_choice
@@ -308,12 +308,15 @@ class FactsData(CorpusData):
             to its final distribution.
         answer_end: whether the token that ends an answer has weight 1. Runs of earlier versions, in which it
             had the weight of the text, are resumed with False.
+        facts: "numbers" (numbers of one to seven digits under names of two words, in five wordings) or "broad"
+            (numbers, words and names, in many wordings, and questions about what was not stated).
     """
 
     kind: str = "facts"
     weight: float = 0.1
     distance_ramp: int = 0
     answer_end: bool = True
+    facts: Literal["numbers", "broad"] = "numbers"
     carries: ClassVar[bool] = True
     max_carried_steps: ClassVar[int | None] = 512
 
@@ -321,6 +324,7 @@ class FactsData(CorpusData):
         super().__post_init__()
         check_between(0, 1, weight=self.weight)
         check_between(0, float("inf"), distance_ramp=self.distance_ramp)
+        check_choice("data.facts", self.facts, ("numbers", "broad"))
 
     def without_schedule(self) -> Self:
         return replace(self, distance_ramp=0)
@@ -328,9 +332,14 @@ class FactsData(CorpusData):
     def to_dict(self) -> dict[str, object]:
         """Return the fields as plain data.
 
-        ``answer_end=False`` is omitted, as in the files of earlier versions.
+        ``answer_end=False`` and ``facts="numbers"`` are omitted, as in the files of earlier versions.
         """
-        return {name: value for name, value in super().to_dict().items() if name != "answer_end" or value}
+        omitted = {"answer_end": False, "facts": "numbers"}
+        return {
+            name: value
+            for name, value in super().to_dict().items()
+            if name not in omitted or value != omitted[name]
+        }
 
     @classmethod
     def from_fields(cls, given: Mapping[str, object]) -> Self:

@@ -16,6 +16,7 @@ from remanence.io.files import add_digest, read_json, write_json
 from remanence.io.shipped import resolve_model_path
 from remanence.runtime.choices import check_choice
 from remanence.tasks.babilong import ALL, Babilong, read_stories
+from remanence.tasks.broad_facts import BroadFacts
 from remanence.tasks.curriculum import Curriculum
 from remanence.tasks.fact_dialogues import FactDialogues
 from remanence.tasks.facts import Facts
@@ -144,7 +145,8 @@ def _facts(config: TrainConfig, batch: int, rank: int, world_size: int) -> Sourc
     data = config.data
     assert isinstance(data, FactsData)
     ramp = data.distance_ramp * config.accumulate  # the source counts the parts of steps
-    return Facts(
+    source = BroadFacts if data.facts == "broad" else Facts
+    return source(
         _shards(config), data.length, batch, data.weight, ramp, config.seed, rank, world_size, data.answer_end
     )
 

@@ -221,6 +221,8 @@ def _window_mask(model: SentenceModel, query: Tensor, key: Tensor) -> Tensor:
 @torch.no_grad()
 def read_rows(model: SentenceModel, rows: Sequence[ChatRow]) -> tuple[Tensor, Any]:
     """Read rows without an adapter: the hidden states for the encoder ``[b t d]``, and the cache."""
+    from transformers.cache_utils import DynamicCache
+
     longest = max(len(row.tokens) for row in rows)
     longest += -longest % 64
     padded = np.zeros((len(rows), longest), np.int64)
@@ -229,7 +231,8 @@ def read_rows(model: SentenceModel, rows: Sequence[ChatRow]) -> tuple[Tensor, An
     tokens = torch.from_numpy(padded).to(model.device)
     place = torch.arange(longest, device=model.device).expand(len(rows), -1)
     mask = _window_mask(model, place[:1], place[:1]).unsqueeze(1)
-    out = _base(model, tokens, place, mask.expand(len(rows), -1, -1, -1), None, True)
+    # A cache of one's own has all tokens; that of a model with sliding windows would only have the last ones.
+    out = _base(model, tokens, place, mask.expand(len(rows), -1, -1, -1), DynamicCache(), True)
     states = [out.hidden_states[n] for n in model.sentences.layers]
     return model.encoder.features(states), out.past_key_values
 

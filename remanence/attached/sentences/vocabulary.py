@@ -52,7 +52,9 @@ def chat_format(tokenizer: PreTrainedTokenizerBase) -> ChatFormat | None:
 def token_flags(tokenizer: PreTrainedTokenizerBase, size: int) -> np.ndarray:
     """The flags of every token ``[v]``."""
     flags = np.zeros(size, np.uint8)
-    special = set(tokenizer.all_special_ids) | set(tokenizer.get_added_vocab().values())
+    # Some tokenizers add plain text too: Gemma's adds line breaks.
+    added = {index for index, token in tokenizer.added_tokens_decoder.items() if token.special}
+    special = set(tokenizer.all_special_ids) | added
     tokens = tokenizer.convert_ids_to_tokens(list(range(min(size, len(tokenizer)))))
     for index, token in enumerate(tokens):
         if index in special:
