@@ -58,7 +58,7 @@ def test_gate_queries_and_temperature_learn_and_the_store_does_not(fuse):
     subject = layer(fuse=fuse)
     past, x = (torch.randn(1, n, 16, dtype=torch.float64, requires_grad=True) for n in (16, 4))
     _, state, _ = subject(past, None, context(past))
-    assert not any(tensor.requires_grad for tensor in (*state.store, state.k, state.v))
+    assert not any(tensor.requires_grad for tensor in (*state.store.tensors(), state.k, state.v))
     y, _, _ = subject(x, state, context(x))
     wanted = [
         subject.log_scale,
@@ -393,7 +393,8 @@ def test_the_table_is_never_trained(tmp_path):
     assert len(again.model.log_unigrams) == 20
     _, state = again.model(torch.randint(20, (1, 17)))
     assert not any(
-        tensor.requires_grad for tensor in (state.blocks[0].token_importance, *state.blocks[0].store)
+        tensor.requires_grad
+        for tensor in (state.blocks[0].token_importance, *state.blocks[0].store.tensors())
     )
     again.save_pretrained(tmp_path / "n")
     assert torch.equal(Model.load(tmp_path / "n").log_unigrams.cpu(), again.model.log_unigrams.cpu())

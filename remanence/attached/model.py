@@ -126,7 +126,7 @@ class Attached(nn.Module):
         format and matches the pretrained model, replace it by the current digest and warn. `where` is the
         file name to show in the warning.
         """
-        saved = current_fields("attach", saved)
+        saved = AttachConfig.upgraded(current_fields("attach", saved))
         earlier = saved.get("base")
         if not pretrained.is_legacy_digest(earlier) or not pretrained.matches_digest(self.base, earlier):
             return saved

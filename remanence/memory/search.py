@@ -100,7 +100,7 @@ def exact(
             seen = _visible_entries(position, max_position[row])
             if seen == "none":
                 continue
-            keys = state.k[row, slots, head].to(dtype).transpose(1, 2)
+            keys = state.keys((row, slots, head), dtype).transpose(1, 2)
             keys = (keys.contiguous() if tokens > FEW_QUERIES else keys).transpose(2, 3)
             for start in range(0, tokens, queries):
                 some = (row, slice(start, start + queries), head)
@@ -185,7 +185,7 @@ def attend(
     rows, heads = torch.arange(q.shape[0], device=q.device), torch.arange(q.shape[2], device=q.device)
     place = (rows.view(-1, 1, 1, 1), found.index.clamp(min=0), heads.view(-1, 1))
     wide = torch.promote_types(q.dtype, torch.float32)
-    k, v = state.k.detach()[place].to(wide), state.v.detach()[place].to(q.dtype)
+    k, v = state.keys(place, wide).detach(), state.values(place, q.dtype).detach()
     score = (k @ q.to(wide).unsqueeze(-1)).squeeze(-1)
     weight, lse = _softmax(score, scale, found.index < 0)
     return (weight.to(v.dtype).unsqueeze(-2) @ v).squeeze(-2), lse
@@ -300,11 +300,9 @@ def _attend_to_all(q: Tensor, mask: Tensor, state: StoreState, scale: Tensor) ->
     block = max(1, BLOCK // 256, SCORES // max(q[..., 0].numel(), 1))
     for first in range(0, state.size, block):
         slots = slice(first, first + block)
-        wide = torch.promote_types(q.dtype, torch.float32)
-        k, v = (
-            state.k[:, slots].detach().to(wide).transpose(1, 2),
-            state.v[:, slots].detach().to(q.dtype).transpose(1, 2),
-        )
+        index, wide = (slice(None), slots), torch.promote_types(q.dtype, torch.float32)
+        k = state.keys(index, wide).detach().transpose(1, 2)
+        v = state.values(index, q.dtype).detach().transpose(1, 2)
         score = (q.to(wide).transpose(1, 2) @ k.transpose(2, 3)).transpose(1, 2)
         weight, lse = _softmax(score, scale, mask[..., slots] == -torch.inf)
         part = (weight.to(v.dtype).transpose(1, 2) @ v).transpose(1, 2)
