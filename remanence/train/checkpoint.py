@@ -129,7 +129,7 @@ def _write(
     if carried is not None:
         # Parts of a state may share memory, which safetensors refuses, so they are copied. Large stores never do.
         tensors = {
-            name: tensor.clone() if tensor.nbytes <= memfile.LARGE else tensor
+            name: tensor if memfile.is_lazy(name, tensor.nbytes) else tensor.clone()
             for name, tensor in memfile.named_tensors(carried)
         }
         write_tensors(temporary / f"carried-{process_group.rank:05d}.safetensors", tensors, {})

@@ -80,6 +80,18 @@ def test_any_split_is_the_whole_and_positions_are_those_of_floats(evict, sizes):
     assert_close(whole.dequantized().v, floats.v, 0.02)
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.int8])
+def test_few_queries_find_what_many_do(dtype):
+    """They go through the store in smaller blocks."""
+    store = Store(1000, HEADS, WIDTH, dtype="int8" if dtype == torch.int8 else "auto")
+    new = entries(2, 1000)
+    state = store.add(store.start(2, new[0] if dtype == torch.int8 else new[0].to(dtype)), *new)
+    q, limit = l2_normalize(torch.randn(2, 20, HEADS, WIDTH)), torch.randint(0, 1000, (2, 20))
+    many, few = exact(q, state, 5, limit), exact(q[:, :3], state, 5, limit[:, :3])
+    assert torch.equal(few.index, many.index[:, :3])
+    assert_close(few.score, many.score[:, :3], 1e-6)
+
+
 def test_most_of_the_nearest_are_found():
     torch.manual_seed(0)
     _, state, (k, v, position, importance) = filled(count=4096, size=4096)
