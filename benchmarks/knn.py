@@ -123,8 +123,8 @@ def graph(q: torch.Tensor, state: StoreState, new: tuple[torch.Tensor, ...]) -> 
     import faiss
 
     heads = q.shape[2]
-    if state.size * heads > PEER_KEYS:
-        raise ImportError(f"not built: above {PEER_KEYS:,} keys in all")
+    if state.size * heads > 2 * PEER_KEYS:
+        raise ImportError(f"not built: above {2 * PEER_KEYS:,} keys in all")
     faiss.omp_set_num_threads(1)
     asked, keys, more = (
         [x[0, :, head].contiguous().numpy() for head in range(heads)] for x in (q, state.k, new[0])

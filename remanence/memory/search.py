@@ -48,8 +48,8 @@ class Search(Protocol):
     ) -> SearchResult: ...
 
 
-FEW_QUERIES, FEW_ENTRIES = 8, 256
-"""Up to this number of queries, the strided keys of the store are multiplied directly; on a CPU so many entries at once
+FEW_QUERIES, CONVERTED = 8, 2**17
+"""Up to this number of queries, the strided keys of the store are multiplied directly; on a CPU so many numbers at once
 that they are still in its caches after their conversion to float32. For more queries, the keys are copied first.
 """
 
@@ -101,9 +101,12 @@ def exact(
             seen = _visible_entries(position, max_position[row])
             if seen == "none":
                 continue
-            keys = _keys(state, row, slots, head, dtype, FEW_ENTRIES if few else BLOCK)
-            if not few:
-                keys = [each.contiguous() if tokens > FEW_QUERIES else each for each in keys]
+            keys: Iterable[Tensor]
+            if few and state.k.dtype != dtype:
+                keys = _converted_keys(state, row, slots, head, dtype)
+            else:
+                whole = state.keys((row, slots, head), dtype).transpose(1, 2)
+                keys = [whole.contiguous() if tokens > FEW_QUERIES else whole]
             for start in range(0, tokens, queries):
                 some = (row, slice(start, start + queries), head)
                 asked = q[some].to(dtype).transpose(1, 2)
@@ -241,10 +244,11 @@ def _search_tiles(q: Tensor, entries: int) -> Iterator[tuple[slice, slice]]:
             yield slice(row, row + 1), slice(head, head + 1)
 
 
-def _keys(
-    state: StoreState, row: slice, slots: slice, head: slice, dtype: torch.dtype, at_once: int
-) -> Iterable[Tensor]:
-    """Yield the keys of some slots ``[r h n e]``, so many slots at once."""
+def _converted_keys(
+    state: StoreState, row: slice, slots: slice, head: slice, dtype: torch.dtype
+) -> Iterator[Tensor]:
+    """Yield the keys of some slots ``[r h n e]`` in another dtype, about `CONVERTED` numbers at once."""
+    at_once = max(16, CONVERTED // max(1, state.k[row, :1, head].numel()))
     for first in range(slots.start, slots.stop, at_once):
         part = slice(first, min(first + at_once, slots.stop))
         yield state.keys((row, part, head), dtype).transpose(1, 2)
