@@ -14,8 +14,9 @@ from remanence import Session
 from remanence.attached import base as pretrained
 from remanence.attached.config import AttachConfig
 from remanence.attached.model import Attached
+from remanence.attached.sentences.call import recalled_context
 from remanence.attached.sentences.config import ChatFormat, SentenceConfig
-from remanence.attached.sentences.model import SentenceModel, recalled_context
+from remanence.attached.sentences.model import SentenceModel
 from remanence.attached.sentences.segments import ANSWER, OTHER, TEXT, Position
 from remanence.attached.sentences.training import (
     ChatRow,

@@ -8,7 +8,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from remanence.attached.sentences.model import SentenceModel, with_answer_tokens
+from remanence.attached.sentences.call import with_answer_tokens
+from remanence.attached.sentences.model import SentenceModel
 from remanence.attached.sentences.segments import ANSWER, Position
 from remanence.backbone import State
 from remanence.config import Mode
