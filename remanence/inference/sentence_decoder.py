@@ -104,5 +104,14 @@ class SentenceDecoder:
             return self.before
         return with_answer_tokens(self.model, self.before, self.tokens, self.inner.state)
 
+    @torch.no_grad()
+    def rows(self, index: list[int]) -> State:
+        """The state of some rows after all steps so far."""
+        before = self.before.rows(index)
+        if self.inner is None or not any(self.tokens):
+            return before
+        tokens = [self.tokens[row] for row in index]
+        return with_answer_tokens(self.model, before, tokens, self.inner.rows(index))
+
 
 DECODERS[SentenceModel] = SentenceDecoder

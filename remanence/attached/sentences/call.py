@@ -326,8 +326,11 @@ class SentenceCall:
         return [trace.hidden[number, len(block) - 1] for number, block in enumerate(blocks)]
 
     def _restore_answers(self) -> None:
-        """Compute the state within open answers again, for a state from a file, or one of several that were joined."""
-        opened = [row for row in self.rows if row.place.part == ANSWER]
+        """Compute the state within open answers again, for a state from a file, or one of several that were joined,
+        unless the first token to read ends the answer.
+        """
+        ends = lambda row: len(row.tokens) and not self._answer_length(row)
+        opened = [row for row in self.rows if row.place.part == ANSWER and not ends(row)]
         if not opened:
             return
         self._open_answers(opened)
