@@ -1,10 +1,10 @@
 """Memory files: the state of a model after a text, as a safetensors file that is checked before anything is used.
 
 The header holds the schema, the configuration and fingerprint of the model, the number of tokens read, and a checksum
-over the header and all tensors. Tensors above `LARGE` bytes, such as kNN stores, have separate checksums and stay in
-the file until they are used. A memory can reveal the text that it was made from: treat the file as you would treat the
-text. It is also untrusted input: nothing in it is executed or unpickled, and a file that does not fit the model is
-refused. Names, shapes and sizes are compared with those of the model before any tensor is read.
+over the header and all tensors. Large tensors, such as those of kNN stores, have separate checksums and stay in the
+file until they are used (`is_lazy`). A memory can reveal the text that it was made from: treat the file as you would
+treat the text. It is also untrusted input: nothing in it is executed or unpickled, and a file that does not fit the
+model is refused. Names, shapes and sizes are compared with those of the model before any tensor is read.
 """
 
 from __future__ import annotations
@@ -47,8 +47,10 @@ LAYER = "blocks."
 KINDS = {"config": dict, "fingerprint": list, "tokens": list, "state": dict, "notes": dict}
 """The header fields that contain JSON, and the type of each."""
 
-LARGE = 2**28
-"""Size in bytes above which a tensor is memory-mapped instead of read."""
+LARGE, LARGE_STORE = 2**28, 2**22
+"""Sizes in bytes above which a tensor, or a tensor of a kNN store, is memory-mapped instead of read."""
+STORE = ".store."
+"""Part of the names of the tensors of kNN stores."""
 
 MAX_VALUE, MAX_TOKENS_READ = 1e15, 2**48
 """The largest absolute value in a state (float32 can represent its square), and the largest number of tokens read."""
@@ -57,6 +59,13 @@ MIGRATIONS: dict[int, Callable[[Stored], Stored]] = {}
 """Functions that convert the tensors and the header of a file to the next schema, by the schema that they
 convert.
 """
+
+
+def is_lazy(name: str, nbytes: int) -> bool:
+    """Whether a tensor stays in its file until it is used. Names are those of a model's state: a tensor with another
+    name is refused.
+    """
+    return nbytes > (LARGE_STORE if STORE in name else LARGE)
 
 
 class Fingerprint(NamedTuple):
@@ -123,7 +132,7 @@ def save(
     state, own = state.saved(), known or identify(model)
     # Parts of a state may share memory, which safetensors refuses, so they are copied. Large stores never do.
     tensors = {
-        name: tensor.detach().to("cpu", copy=tensor.nbytes <= LARGE).contiguous()
+        name: tensor.detach().to("cpu", copy=not is_lazy(name, tensor.nbytes)).contiguous()
         for name, tensor in named_tensors(state)
     }
     fit_state("state", model, tensors)
@@ -135,7 +144,9 @@ def save(
         "tokens": json.dumps(state.position.tolist()),
         "state": json.dumps({name: describe(tensor) for name, tensor in tensors.items()}),
         "notes": json.dumps(notes or {}),
-        "large": _json({name: sha256(tensor) for name, tensor in tensors.items() if tensor.nbytes > LARGE}),
+        "large": _json(
+            {name: sha256(tensor) for name, tensor in tensors.items() if is_lazy(name, tensor.nbytes)}
+        ),
     }
     write_tensors(Path(path), tensors, {**header, "checksum": _checksum(tensors, header)}, digest=False)
 
@@ -192,7 +203,7 @@ def _load(
         )
     _check_shapes(str(path), _StateLayout(*model.state_layout()), header.entries)
     tensors = _read_tensors(file, header, verify)
-    unread = {name for name in header.large if tensors[name].nbytes > LARGE and not verify}
+    unread = {name for name in header.large if is_lazy(name, tensors[name].nbytes) and not verify}
     state = fit_state(str(path), model, tensors, unread)
     if state.position.tolist() != header.data["tokens"]:
         raise ValueError(
@@ -319,12 +330,14 @@ def _read_tensors(file: Opened, header: _Header, verify: bool) -> dict[str, Tens
 
 def _read_verified(file: Opened, large: dict[str, str], verify: bool) -> Stored:
     """Read the tensors and the header of a file. Raises an error if a checksum does not match."""
-    path, stored = file.path, read_tensors(file, mapped=LARGE, digest=False)
+    path, stored = file.path, read_tensors(file, is_mapped=is_lazy, digest=False)
     header = dict(stored.metadata)
     if header.pop("checksum", None) != _checksum(stored.tensors, header, set(large)):
         raise ValueError(f"{path}: altered or damaged: its checksum does not fit its content")
     for name, digest in large.items():
-        if (verify or stored.tensors[name].nbytes <= LARGE) and sha256(stored.tensors[name]) != digest:
+        if (verify or not is_lazy(name, stored.tensors[name].nbytes)) and sha256(
+            stored.tensors[name]
+        ) != digest:
             raise ValueError(f"{path}: altered or damaged: the checksum of {name} does not fit its content")
     return stored
 
@@ -499,7 +512,11 @@ def _checksum(tensors: dict[str, Tensor], header: dict[str, str], unread: set[st
     """Compute the checksum of the header and of all tensors except `unread`, by default those that are large
     enough to have a separate checksum.
     """
-    unread = {name for name, tensor in tensors.items() if tensor.nbytes > LARGE} if unread is None else unread
+    unread = (
+        {name for name, tensor in tensors.items() if is_lazy(name, tensor.nbytes)}
+        if unread is None
+        else unread
+    )
     digest = hashlib.sha256(canonical(header))
     for name in sorted(set(tensors) - unread):
         digest.update(name.encode())
