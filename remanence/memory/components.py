@@ -5,6 +5,7 @@ and input checks.
 from __future__ import annotations
 
 from dataclasses import fields, is_dataclass, replace
+from math import log
 
 import torch
 from torch import Tensor, nn
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 from remanence.config import MemoryConfig
 from remanence.layers import assign
 from remanence.ops import MLP, NETS, RULES, Deep, Gates, Net, Rule
+from remanence.ops.nets import is_matrix
 from remanence.ops.rules import is_linear
 from remanence.runtime.choices import check_choice
 
@@ -43,6 +45,11 @@ def resolve_rule(config: MemoryConfig, net: Net) -> Rule:
     """
     check_choice("rule", config.rule, RULES)
     rule = RULES[config.rule]
+    if rule.forget_channels and not is_matrix(net):
+        raise ValueError(
+            f"net: the rule {config.rule!r} has a forget gate for each channel, which needs the net 'deep' or "
+            f"'linear', got {config.net!r}"
+        )
     if not is_linear(rule):
         if config.anchor not in (None, rule.anchor):
             raise ValueError(
@@ -96,12 +103,20 @@ def apply_threshold(gates: Gates, least: float) -> Gates:
     written = above > 0
     # Where nothing is written, 1 replaces the argument of the log, whose gradient would be NaN.
     share = above.where(written, 1.0) / (1 - least)
+    log_step, keep = share.log().where(written, CLOSED_LOG_GATE), gates.log_keep
+    if keep is not None:
+        by_channel = keep.dim() > share.dim()
+        share, written = (x.unsqueeze(-1) if by_channel else x for x in (share, written))
+        keep = (keep * share).where(written, 0.0)
+    return Gates(log_step, gates.log_momentum, keep)
+
+
+def mean_over_channels(gates: Gates) -> Gates:
+    """Return gates ``[b t h]`` in which a forget gate for each channel is replaced by its mean over channels."""
     keep = gates.log_keep
-    return Gates(
-        share.log().where(written, CLOSED_LOG_GATE),
-        gates.log_momentum,
-        None if keep is None else (keep * share).where(written, 0.0),
-    )
+    if keep is None or keep.dim() == gates.log_step.dim():
+        return gates
+    return gates._replace(log_keep=keep.logsumexp(-1) - log(keep.shape[-1]))
 
 
 def check_input(x: Tensor, dim: int, dtype: torch.dtype, *, values: bool) -> None:

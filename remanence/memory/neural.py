@@ -21,7 +21,14 @@ from remanence.layers import (
     per_head_matmul,
     project,
 )
-from remanence.memory.components import InitialMemory, apply_threshold, check_input, resolve_net, resolve_rule
+from remanence.memory.components import (
+    InitialMemory,
+    apply_threshold,
+    check_input,
+    mean_over_channels,
+    resolve_net,
+    resolve_rule,
+)
 from remanence.memory.observation import current_observer
 from remanence.ops import (
     Deep,
@@ -75,7 +82,7 @@ class NeuralMemoryState(_NeuralMemoryState, TensorTuple):
 
 class Trace(NamedTuple):
     """The result of `NeuralMemory.trace`: the output, the state, and the surprise and log gates of every
-    token and head (0 at padding).
+    token and head (0 at padding). Of a forget gate for each channel, it is the log of the mean over channels.
     """
 
     y: Tensor
@@ -125,8 +132,12 @@ class NeuralMemory(Module):
         self.q_conv, self.k_conv, self.v_conv = (ShortConv(c.inner, c.conv, c.chunk - 1) for _ in range(3))
         step_bias = -log(10 * getattr(net, "depth", 2)) if c.step_bias is None else c.step_bias
         biases = {"step": step_bias, "momentum": c.momentum_bias, "forget": c.forget_bias}
-        self.gate_names = ["step", *["momentum"] * self.rule.momentum, *["forget"] * self.rule.forget]
+        by_head = self.rule.forget and not self.rule.forget_channels
+        self.gate_names = ["step", *["momentum"] * self.rule.momentum, *["forget"] * by_head]
         self.gates = GateProjection(c.dim, self.heads, [biases[name] for name in self.gate_names])
+        self.channel_gates: GateProjection | None = None
+        if self.rule.forget_channels:
+            self.channel_gates = GateProjection(c.dim, c.inner, [c.forget_bias])
         self.norm = RMSNorm(self.head_dim)
         self.o_proj = Linear(c.inner, c.dim)
         self.initial = InitialMemory(self.net, self.heads, self.head_dim)
@@ -235,7 +246,7 @@ class NeuralMemory(Module):
             y = y + torch.cat([weight.flatten()[:0] for weight in self.initial.parameters()]).sum().to(
                 y.dtype
             )
-        return Trace(y, NeuralMemoryState(memory, conv), surprise, gates)
+        return Trace(y, NeuralMemoryState(memory, conv), surprise, mean_over_channels(gates))
 
     def read(
         self,
@@ -325,7 +336,7 @@ class NeuralMemory(Module):
 
     def log_gates(self, x: Tensor) -> Gates:
         """Return the logarithms of step size, momentum and retention (1 - forget gate) of every token and
-        head.
+        head, or channel of a head.
         """
         logs = dict(
             zip(
@@ -334,10 +345,15 @@ class NeuralMemory(Module):
                 strict=True,
             )
         )
+        if self.channel_gates is not None:
+            (keep,) = self.channel_gates.log_sigmoids(x, [True])
+            logs["forget"] = keep.unflatten(-1, (self.heads, -1))
         gates = Gates(logs["step"], logs.get("momentum"), logs.get("forget"))
-        if self.config.threshold == 0:
-            return gates
-        return apply_threshold(gates, self.config.threshold)
+        if self.config.threshold != 0:
+            gates = apply_threshold(gates, self.config.threshold)
+        if self.rule.max_step != 1:
+            gates = gates._replace(log_step=gates.log_step + log(self.rule.max_step))
+        return gates
 
     def _initial_state(self, x: Tensor, rows: int) -> NeuralMemoryState:
         """Return the initial state of `rows` documents, in float64 if x is float64."""

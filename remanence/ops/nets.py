@@ -124,6 +124,11 @@ class MLP:
         return x + y if self.residual else y
 
 
+def is_matrix(net: object) -> bool:
+    """Whether a memory net is a matrix: its answers are ``x @ W``."""
+    return isinstance(net, MLP) and net.rectangular and not net.bias
+
+
 @dataclass(frozen=True, kw_only=True)
 class Deep:
     """A deep memory with stable dynamics, ``phi(x) (A + W)``. Only W is written at test time.
