@@ -10,7 +10,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from remanence.ops.nets import MLP, Deep, Net, is_matrix
+from remanence.ops.nets import MLP, FeatureNet, Net, is_matrix
 from remanence.ops.rules import LOSSES, Rule, is_linear
 from remanence.ops.state import Gates, MemoryState
 
@@ -79,9 +79,10 @@ def check_offsets(
 
 def check_net_and_rule(net: object, rule: object) -> None:
     """Raise ValueError if the operator cannot run this net or this rule."""
-    if isinstance(net, Deep):
+    if isinstance(net, FeatureNet):
         raise ValueError(
-            "net: expected the fast weights' net of a deep memory (net.fast, with features as keys), got Deep"
+            "net: expected the fast weights' net of a memory with features (net.fast, with features as keys), "
+            f"got {type(net).__name__}"
         )
     if not isinstance(net, Net):
         raise ValueError(f"net: expected an object with init and apply, got {type(net).__name__}")

@@ -30,6 +30,7 @@ KINDS = {
     "adagrad": {"net": "titans", "rule": "adagrad", "expansion": 1.0},
     "adagrad of a deep memory": {"net": "deep", "rule": "adagrad"},
     "kda": {"net": "deep", "rule": "kda"},
+    "kda of sparse features": {"net": "sparse", "rule": "kda"},
 }
 
 

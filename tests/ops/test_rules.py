@@ -16,6 +16,7 @@ from remanence.ops import (
     MLP,
     NETS,
     RULES,
+    FeatureNet,
     Gates,
     LinearRule,
     Rule,
@@ -92,7 +93,7 @@ ALL = {
     "bounded": Bounded(),
 }
 SMALL = {"titans": MLP(expansion=1.5), "residual": MLP(norm=False, expansion=1.5), "linear": NETS["linear"]}
-NETS_HERE = {name: SMALL.get(name, net) for name, net in NETS.items() if name != "deep"}  # a layer's
+NETS_HERE = {name: SMALL.get(name, net) for name, net in NETS.items() if not isinstance(net, FeatureNet)}
 
 
 def needs_matrix(rule):
