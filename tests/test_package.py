@@ -54,6 +54,7 @@ ALLOWED_IMPORTS = {
     "report": {"", "runtime", "io", "model", "config", "evaluate", "verticals"},
     "shipped": {"hf"},
     "testing": set(),
+    "laws": {"testing"},
     "cli": {
         "",
         *BASE,
@@ -64,6 +65,7 @@ ALLOWED_IMPORTS = {
             "ops",
             "data",
             "inference",
+            "laws",
             "lens",
             "mixers",
             "model",

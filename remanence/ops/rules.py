@@ -65,6 +65,9 @@ class Rule:
 
     Attributes:
         momentum, forget: whether the rule takes a momentum gate and a forget gate beside the step size.
+        max_step: the largest step size that a layer's gate gives. The operator takes any step size.
+        forget_channels: whether the forget gate has a value for each channel of the keys. The memory must then be a
+            matrix.
         granularity: "token": `update` is called for every token, with the gradient of that token's loss. "chunk": it is
             called once for a chunk, with the gradient of the chunk's losses, weighted by their step sizes and summed.
         anchor: the weights at which the gradient is taken: "chunk", those at the start of the chunk; "token" (only with
@@ -76,6 +79,8 @@ class Rule:
 
     momentum: bool = False
     forget: bool = False
+    forget_channels: bool = False
+    max_step: float = 1.0
     granularity: Literal["token", "chunk"] = "token"
     anchor: Literal["chunk", "token"] = "chunk"
     read: Literal["token", "chunk"] = "token"
@@ -92,8 +97,8 @@ class Rule:
         Args:
             state: the head's weights and buffers before the update; with granularity "chunk", at the chunk's start.
             gradients: one gradient for each weight, in the weight's shape.
-            gates: logarithms of the token's gates, scalars; with granularity "chunk", of the gates of all tokens of
-                the chunk, ``[c]`` each (with ``read="token"``, of the tokens so far).
+            gates: logarithms of the token's gates, scalars (``[f]`` with `forget_channels`); with granularity "chunk",
+                of the gates of all tokens of the chunk, ``[c]`` each (with ``read="token"``, of the tokens so far).
         """
         raise NotImplementedError(f"{type(self).__name__}: expected a method update(state, gradients, gates)")
 
@@ -108,6 +113,17 @@ class Rule:
         granularity "token" only.
         """
         return weights
+
+    def parallel_chunk(
+        self, q: Tensor, k: Tensor, v: Tensor, gates: Gates, state: RuleState
+    ) -> tuple[Tensor, Tensor, RuleState]:
+        """Compute a chunk of a matrix memory at once, in PyTorch operations that autograd can differentiate. Return the
+        answers ``[m c' e]``, the surprise ``[m c]`` and the end state.
+
+        A rule without it is computed token by token. k and v are ``[m c ...]``, q ``[m c' f]`` has the last c' tokens,
+        and m is rows times heads. It is not used by subclasses, which may have another `update`.
+        """
+        raise NotImplementedError
 
     @property
     def loss_function(self) -> Loss:
@@ -129,6 +145,9 @@ class LinearRule(Rule):
         in its weights; other nets need ``chunk=1`` for it.
     loss
         ``"squared"``, ``"dot"``, or any function (prediction, value) -> loss that torch.func can differentiate.
+    max_step
+        The largest step size that a layer's gate gives. With 2, a token-exact write of the squared loss can reflect
+        what is stored at a key, ``I - 2 k k'``, instead of only replacing it.
     """
 
     momentum: bool = True
@@ -136,8 +155,11 @@ class LinearRule(Rule):
     decay_first: bool = False
     anchor: Literal["chunk", "token"] = "chunk"
     loss: str | Loss = "squared"
+    max_step: float = 1.0
 
     def __post_init__(self) -> None:
+        if not 0 < self.max_step <= 2:
+            raise ValueError(f"max_step: expected a number above 0 and at most 2, got {self.max_step!r}")
         if self.anchor not in ("chunk", "token"):
             raise ValueError(f"anchor: expected 'chunk' or 'token', got {self.anchor!r}")
         if not callable(self.loss) and self.loss not in LOSSES:
@@ -172,6 +194,11 @@ _CLOSED_FORM_METHODS = ("update", "init_state", "gradient_at", "loss_function", 
 """The attributes of `LinearRule` that a subclass must not override if the closed form is to apply."""
 
 
+def is_parallel(rule: Rule) -> bool:
+    """Whether the class of a rule itself, not a parent, defines `Rule.parallel_chunk`."""
+    return "parallel_chunk" in vars(type(rule)) and type(rule) is not Rule
+
+
 def is_linear(rule: object) -> TypeGuard[LinearRule]:
     """Whether the closed forms and kernels apply to a rule: it must be a `LinearRule`, or an instance of a
     subclass that does not override how updates are computed.
@@ -201,6 +228,7 @@ RULES: dict[str, Rule] = {
     "ttt": LinearRule(momentum=False, forget=False),
     "delta": LinearRule(momentum=False, forget=False, anchor="token"),
     "gated_delta": LinearRule(momentum=False, decay_first=True, anchor="token"),
+    "wide_delta": LinearRule(momentum=False, decay_first=True, anchor="token", max_step=2.0),
     "linear_attention": LinearRule(momentum=False, forget=False, loss="dot"),
 }
 """The update rules that a configuration can name."""
