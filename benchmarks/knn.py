@@ -20,7 +20,7 @@ import platform
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
@@ -108,6 +108,39 @@ def keeping(q: torch.Tensor, state: StoreState, new: tuple[torch.Tensor, ...]) -
     return Contestant(search, lambda: store.add(state, *new))
 
 
+def rounded(q: torch.Tensor, state: StoreState, new: tuple[torch.Tensor, ...]) -> Contestant:
+    """Exact search in a store of int8 keys."""
+    store = Store(state.size, *q.shape[2:], dtype="int8")
+    held = store.add(store.start(1, q), state.k, state.v, state.position, reuse=True)
+    limit = torch.full(q.shape[:2], state.size)
+    return Contestant(lambda: exact(q, held, NEAREST, limit).index, lambda: store.add(held, *new, reuse=True))
+
+
+def graph(q: torch.Tensor, state: StoreState, new: tuple[torch.Tensor, ...]) -> Contestant:
+    """faiss's HNSW, which can add keys and not replace them."""
+    import faiss
+
+    heads = q.shape[2]
+    if state.size * heads > PEER_KEYS:
+        raise ImportError(f"not built: above {PEER_KEYS:,} keys in all")
+    faiss.omp_set_num_threads(1)
+    asked, keys, more = (
+        [x[0, :, head].contiguous().numpy() for head in range(heads)] for x in (q, state.k, new[0])
+    )
+    graphs = [faiss.IndexHNSWFlat(WIDTH, 32, faiss.METRIC_INNER_PRODUCT) for _ in keys]
+    start = time.perf_counter()
+    for index, key in zip(graphs, keys, strict=True):
+        index.hnsw.efSearch = 2 * NEAREST
+        index.add(key)
+    build = time.perf_counter() - start
+
+    def search() -> torch.Tensor:
+        found = [index.search(x, NEAREST)[1] for index, x in zip(graphs, asked, strict=True)]
+        return torch.stack([torch.from_numpy(slots) for slots in found], 1)[None]
+
+    return Contestant(search, lambda: [index.add(x) for index, x in zip(graphs, more, strict=True)], build)
+
+
 def flat(q: torch.Tensor, state: StoreState, new: tuple[torch.Tensor, ...]) -> Contestant:
     import faiss
 
@@ -155,9 +188,11 @@ def peer(q: torch.Tensor, state: StoreState, new: tuple[torch.Tensor, ...]) -> C
 IMPLEMENTATIONS: dict[str, Callable[..., Contestant]] = {
     "exact": ours("exact"),
     "exact + attend, old state kept": keeping,
+    "exact, int8": rounded,
     "ivf": ours("ivf"),
     "dense (attends)": ours("dense"),
     "faiss Flat": flat,
+    "faiss HNSW": graph,
     PEER: peer,
 }
 
@@ -186,11 +221,13 @@ def timed(call: Callable[[], object]) -> float:
     return (time.perf_counter() - start) * 1e3
 
 
-def compare(size: int, heads: int, rounds: int) -> list[dict]:
+def compare(size: int, heads: int, rounds: int, only: Sequence[str]) -> list[dict]:
     q, state, new = problem(size, heads)
     truth = exact(q, state, NEAREST, torch.full(q.shape[:2], size)).index
     rows, ready = [], {}
     for name, make in IMPLEMENTATIONS.items():
+        if name not in only:
+            continue
         row = {"entries": size, "heads": heads, "impl": name, "search_ms": None, "note": ""}
         rows.append(row)
         try:
@@ -248,6 +285,9 @@ def main() -> None:
         "--file", type=int, default=2**20, help="entries of the store that is opened from disk"
     )
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "out" / "knn.json")
+    parser.add_argument(
+        "--only", nargs="+", default=list(IMPLEMENTATIONS), help="implementations to compare, by their names"
+    )
     options = parser.parse_args()
     torch.set_num_threads(1)
     table = Table(title=f"{QUERIES} queries, top {NEAREST}, {WIDTH} wide, one core")
@@ -265,7 +305,7 @@ def main() -> None:
     rows = []
     for heads in options.heads:
         for size in options.sizes:
-            for row in compare(size, heads, options.rounds):
+            for row in compare(size, heads, options.rounds, options.only):
                 rows.append(row)
                 case = (f"{row['entries']:,}", str(row["heads"]), row["impl"])
                 if row["search_ms"] is None:

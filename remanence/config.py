@@ -199,6 +199,8 @@ class KnnConfig:
         evict: which entry a full store drops: the "oldest", or the one with the lowest "importance" (see `write`).
         half_life: number of tokens after which importance has halved; None: no decay.
         shared: whether all kNN layers use the store of the first kNN layer.
+        store_dtype: "auto": keys and values are stored in the model's dtype; "int8": as int8 with a float32 factor for
+            each vector, in about half the memory of bfloat16.
     """
 
     k: int = 32
@@ -211,6 +213,7 @@ class KnnConfig:
     evict: Literal["oldest", "importance"] = "oldest"
     half_life: float | None = None
     shared: bool = False
+    store_dtype: Literal["auto", "int8"] = "auto"
 
     def __post_init__(self) -> None:
         check_integers(1, **{"knn.k": self.k})
@@ -219,6 +222,7 @@ class KnnConfig:
             raise ValueError(f"knn.k: expected at most the store's size of {self.size}, got {self.k}")
         check_choice("knn.fuse", self.fuse, ("gate", "joint"))
         check_choice("knn.evict", self.evict, ("oldest", "importance"))
+        check_choice("knn.store_dtype", self.store_dtype, ("auto", "int8"))
         check_names(**{"knn.search": self.search, "knn.write": self.write})
         if not is_number(self.fraction, ABOVE_0, 1):
             raise ValueError(f"knn.fraction: expected above 0 and at most 1, got {short_repr(self.fraction)}")

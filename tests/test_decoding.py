@@ -146,6 +146,8 @@ def test_full_attention_grows(monkeypatch):
         {"write": "surprise", "shared": True, "evict": "importance", "half_life": 9.0},
         {"write": "surprise", "fraction": 1.0, "size": 6, "search": "dense", "fuse": "joint"},
         {"size": 0},
+        {"store_dtype": "int8"},
+        {"store_dtype": "int8", "search": "dense", "evict": "importance"},
     ],
     ids=str,
 )

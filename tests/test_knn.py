@@ -58,7 +58,7 @@ def test_gate_queries_and_temperature_learn_and_the_store_does_not(fuse):
     subject = layer(fuse=fuse)
     past, x = (torch.randn(1, n, 16, dtype=torch.float64, requires_grad=True) for n in (16, 4))
     _, state, _ = subject(past, None, context(past))
-    assert not any(tensor.requires_grad for tensor in (*state.store, state.k, state.v))
+    assert not any(tensor.requires_grad for tensor in (*state.store.tensors(), state.k, state.v))
     y, _, _ = subject(x, state, context(x))
     wanted = [
         subject.log_scale,
@@ -262,6 +262,7 @@ class TestLargeStores:
     @pytest.fixture(autouse=True)
     def _small_is_large(self, monkeypatch):
         monkeypatch.setattr(memfile, "LARGE", 200)
+        monkeypatch.setattr(memfile, "LARGE_STORE", 200)
 
     def saved(self, path):
         subject = model("knn")
@@ -280,6 +281,40 @@ class TestLargeStores:
         # Not to the last bit: in the file they lie where they lie (tests/test_places.py).
         assert_close(subject(x, loaded)[0], subject(x, state)[0], 1e-12)
         assert path.read_bytes() == before
+
+    def test_they_stay_what_they_were_when_the_file_is_replaced(self, tmp_path):
+        path = tmp_path / "a.mem"
+        subject, state = self.saved(path)
+        loaded, x = memfile.load(path, subject), tokens(1, 13)
+        later = subject(x, loaded)[1]
+        memfile.save(path, subject, later)  # the new file has entries of the one that it replaces
+        assert_close(loaded, state, 0.0)
+        assert_close(memfile.load(path, subject, verify=True), later, 0.0)
+        path.unlink()
+        assert_close(loaded, state, 0.0)
+        assert_close(subject(x, loaded)[1], later, 1e-12)
+
+    def test_only_stores_are_mapped_at_their_size(self, tmp_path, monkeypatch):
+        """A tensor that is no store's is read and checked in full, even if a forged header calls it large."""
+        monkeypatch.setattr(memfile, "LARGE", 2**28)
+        path = tmp_path / "a.mem"
+        subject, state = self.saved(path)
+        header, _ = memfile.read_file(path)
+        assert header["large"] and all(".store." in name for name in header["large"])
+        broken = state._replace(
+            blocks=tuple(
+                part._replace(
+                    attention=part.attention._replace(k=torch.full_like(part.attention.k, torch.nan))
+                )
+                for part in state.blocks
+            )
+        )
+        with monkeypatch.context() as patch:
+            patch.setattr(memfile, "is_lazy", lambda name, nbytes: nbytes > 200)
+            patch.setattr(memfile, "_check_finite", lambda *_: None)
+            memfile.save(path, subject, broken)
+        with pytest.raises(ValueError, match=r"blocks\.0\.attention\.k: expected finite numbers"):
+            memfile.load(path, subject)
 
     def test_damage(self, tmp_path):
         """Outside of what is mapped always noticed; inside when it is asked for, as `remanence inspect` does."""
@@ -308,6 +343,7 @@ class TestLargeStores:
         path = tmp_path / "a.mem"
         subject, state = self.saved(path)
         monkeypatch.setattr(memfile, "LARGE", 2**28)
+        monkeypatch.setattr(memfile, "LARGE_STORE", 2**28)
         assert_close(memfile.load(path, subject), state, 0.0)
         whole = path.read_bytes()
         start = int.from_bytes(whole[:8], "little") + 8
@@ -336,7 +372,7 @@ def test_a_writer_killed_at_any_time_leaves_the_old_store_or_the_new(tmp_path):
 import sys, torch
 from remanence import Model, ModelConfig
 from remanence.inference import memfile
-memfile.LARGE = 2**16
+memfile.LARGE = memfile.LARGE_STORE = 2**16
 torch.manual_seed(0)
 sizes = {"vocab_size": 8, "dim": 8, "num_layers": 1, "heads": 2, "window": 4}
 model = Model(ModelConfig(**sizes, pattern=("knn",), knn={"size": 100_000}))
@@ -393,7 +429,8 @@ def test_the_table_is_never_trained(tmp_path):
     assert len(again.model.log_unigrams) == 20
     _, state = again.model(torch.randint(20, (1, 17)))
     assert not any(
-        tensor.requires_grad for tensor in (state.blocks[0].token_importance, *state.blocks[0].store)
+        tensor.requires_grad
+        for tensor in (state.blocks[0].token_importance, *state.blocks[0].store.tensors())
     )
     again.save_pretrained(tmp_path / "n")
     assert torch.equal(Model.load(tmp_path / "n").log_unigrams.cpu(), again.model.log_unigrams.cpu())

@@ -33,7 +33,7 @@ ALLOWED_IMPORTS = {
     "inference": {"", *BASE, "attached", "layers", "memory", "mixers", "backbone", "model", "config"},
     "data": {*BASE, "verticals"},
     "tasks": {*BASE, "data"},
-    "serve": {"runtime", "io", "tokenizers", "config", "model", "inference"},
+    "serve": {"", "runtime", "io", "tokenizers", "config", "model", "inference"},
     "hf": {"runtime", "io", "attached", "folder", "model", "inference", "config"},
     "lens": {"runtime", "tokenizers", "ops", "layers", "memory", "mixers", "model", "inference"},
     "train": {
@@ -71,6 +71,7 @@ ALLOWED_IMPORTS = {
             "model",
             "recipes",
             "report",
+            "serve",
         ),
         *("tasks", "train", "evaluate", "verticals"),
     },

@@ -165,6 +165,7 @@ def test_what_calls_return_lies_as_if_it_had_been_loaded(variant):
 def test_what_stays_in_the_file_goes_on_up_to_rounding(tmp_path, monkeypatch):
     """A store too large to be read lies where its file has it: that is the one exception."""
     monkeypatch.setattr(memfile, "LARGE", 200)
+    monkeypatch.setattr(memfile, "LARGE_STORE", 200)
     subject, x = model("knn", torch.float32), tokens(1, 13)
     _, state = subject(tokens(1, 29))
     for by in PLACES:

@@ -4,9 +4,9 @@
 
 A model of two layers, a window of 16 tokens and a kNN store in the second, is trained on texts of 32 and 64 tokens that
 tell pairs and ask for them again, and then asked in texts of up to 1,040. Pairs that come back within the window teach
-it what to store, since no gradient reaches a store. Then, with the same weights and texts of frequent filler and rare
-names, what small stores of equal size hold by each policy: all tokens (the newest), the rarest of every window, or
-random ones.
+it what to store, since no gradient reaches a store. The same weights are also asked with int8 keys and values. Then,
+with the same weights and texts of frequent filler and rare names, what small stores of equal size hold by each policy:
+all tokens (the newest), the rarest of every window, or random ones.
 """
 
 from __future__ import annotations
@@ -76,11 +76,17 @@ def right(model: Model, batches: list[Batch], mode: str = "on") -> float:
     return float(torch.stack(found).mean())
 
 
-def kept_by(model: Model, policy: str, size: int, table: torch.Tensor) -> Model:
+def with_store(model: Model, knn: dict[str, object]) -> Model:
     """The same weights with another store."""
-    knn = {"write": policy, "size": size, "fraction": 1.0 if policy == "all" else FRACTION}
     other = Model(change(model.config, {"knn": knn})).eval()
     other.load_state_dict(model.state_dict(), strict=False)
+    return other
+
+
+def kept_by(model: Model, policy: str, size: int, table: torch.Tensor) -> Model:
+    """The same weights with a store that a policy writes to."""
+    fraction = 1.0 if policy == "all" else FRACTION
+    other = with_store(model, {"write": policy, "size": size, "fraction": fraction})
     if other.log_unigrams is not None:
         other.log_unigrams.copy_(table)
     return other
@@ -136,12 +142,13 @@ def main() -> None:
             model = trained(fuse, options.steps, seed)
             took = time.perf_counter() - begin
             case = {"fuse": fuse, "seed": seed, "steps": options.steps, "training_s": round(took, 1)}
-            for mode in ("on", "off"):
+            rounded = with_store(model, {"store_dtype": "int8"})
+            for name, asked, mode in (("on", model, "on"), ("int8", rounded, "on"), ("off", model, "off")):
                 tasks = [told(times * WINDOW, 999) for times in TIMES]
-                found = [right(model, [task.step(i) for i in range(options.batches)], mode) for task in tasks]
-                rows.append({**case, "store": mode, "right": dict(zip(map(str, TIMES), found, strict=True))})
+                found = [right(asked, [task.step(i) for i in range(options.batches)], mode) for task in tasks]
+                rows.append({**case, "store": name, "right": dict(zip(map(str, TIMES), found, strict=True))})
                 reach.add_row(
-                    fuse, str(seed), mode, *[f"{x:.1%}" for x in found], f"{took:.0f}" if mode == "on" else ""
+                    fuse, str(seed), name, *[f"{x:.1%}" for x in found], f"{took:.0f}" if name == "on" else ""
                 )
             texts = names(512, 7, options.batches)
             table = unigrams((batch.tokens for batch in names(512, 8, 4)), model.config.vocab_size)

@@ -181,6 +181,14 @@ class AttachConfig:
         return saved
 
     @classmethod
+    def upgraded(cls, data: Mapping[str, Any]) -> dict[str, Any]:
+        """Saved fields with default values for newer ones. Data that is no configuration is returned unchanged."""
+        try:
+            return cls.from_dict(data).to_dict()
+        except (ValueError, TypeError):
+            return dict(data)
+
+    @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> AttachConfig:
         """A saved configuration; fields that were renamed since are accepted. Raises a ValueError for unknown
         or missing fields.

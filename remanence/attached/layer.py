@@ -82,7 +82,7 @@ class AttachedLayer:
 
     def set_window(self, window: int | None) -> None:
         """Set the attention window. The layer uses the smaller of `window` and the window that the pretrained
-        model gives it. None: use the attention of the pretrained model.
+        model gives it, and a kNN store begins behind it. None: use the attention of the pretrained model.
         """
         config = self.owner.config
         self.window_spec = (
@@ -90,6 +90,8 @@ class AttachedLayer:
             if window is None
             else WindowSpec.smaller(window, self.native_window, config.sinks, config.slack)
         )
+        if self.window_spec is not None and isinstance(self.memory, AttachedKnn):
+            self.memory.window = self.window_spec.window
 
     def start(self, rows: int) -> AttachedLayerState:
         """The initial state of `rows` documents."""

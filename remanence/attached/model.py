@@ -28,6 +28,7 @@ from remanence.attached.reading import (
     read_windowed,
     set_current_call,
 )
+from remanence.attached.store import AttachedKnn
 from remanence.backbone import State, Trace
 from remanence.config import MODES, Mode, change
 from remanence.io.migrations import current_fields
@@ -125,7 +126,7 @@ class Attached(nn.Module):
         format and matches the pretrained model, replace it by the current digest and warn. `where` is the
         file name to show in the warning.
         """
-        saved = current_fields("attach", saved)
+        saved = AttachConfig.upgraded(current_fields("attach", saved))
         earlier = saved.get("base")
         if not pretrained.is_legacy_digest(earlier) or not pretrained.matches_digest(self.base, earlier):
             return saved
@@ -195,7 +196,7 @@ class Attached(nn.Module):
     @property
     def window(self) -> int | None:
         """Number of tokens that attention sees, including the current one; None: the attention of the
-        pretrained model.
+        pretrained model. A kNN store holds what has left the window.
         """
         return self._window
 
@@ -392,8 +393,9 @@ class Attached(nn.Module):
         save(self, folder)
 
     def fit_window(self, state: State) -> State | None:
-        """Convert a state that this model made with a larger window to the current window, by dropping old
-        tokens. None if the state has a smaller window, because it lacks tokens that the current window sees.
+        """Convert a state that this model made with a larger window to the current window. Attention drops old
+        tokens, which a kNN store takes. None if the state has a smaller window, because it lacks tokens that the
+        current window sees.
         """
         if self._window is None:
             return state
@@ -403,7 +405,10 @@ class Attached(nn.Module):
             history = layer.window_spec.history
             if history > part.attention.window.k.shape[1]:
                 return None
-            blocks.append(part._replace(attention=part.attention.shorten(history)))
+            memory = part.memory
+            if isinstance(layer.memory, AttachedKnn):
+                memory = layer.memory.fit_window(memory)
+            blocks.append(part._replace(attention=part.attention.shorten(history), memory=memory))
         return state._replace(blocks=tuple(blocks))
 
 

@@ -21,6 +21,7 @@ from remanence.memory.search import SEARCHES
 from remanence.memory.store import Store
 from remanence.mixers.base import Context
 from remanence.mixers.knn import Knn, KnnState
+from remanence.mixers.knn_state import open_tokens
 from remanence.ops.layout import from_rows, to_rows
 from remanence.runtime.choices import check_choice
 
@@ -52,6 +53,9 @@ class PrecomputedAttention:
 class AttachedKnn(Knn):
     """The kNN store of a layer. Its input is an `AttentionOutput`, which contains attention over the window,
     the queries for the search, and the keys and values to write.
+
+    Attributes:
+        window: the window of the layer's attention, behind which the store begins. It changes with `Attached.window`.
     """
 
     def __init__(self, config: AttachConfig) -> None:
@@ -66,7 +70,7 @@ class AttachedKnn(Knn):
         self.dim, self.persistent, self.output_dim = config.dim, 0, 0
         self.attention = PrecomputedAttention()  # type: ignore[assignment]
         self.shares_store = self.owns_store = False
-        self.store = Store(c.size, heads, width, c.evict, half_life=c.half_life)
+        self.store = Store(c.size, heads, width, c.evict, half_life=c.half_life, dtype=c.store_dtype)
         self.search = SEARCHES[c.search]()
         self.log_scale, self.gate = nn.Parameter(torch.empty(heads)), nn.Parameter(torch.empty(heads))
         self.reset_parameters()
@@ -88,6 +92,41 @@ class AttachedKnn(Knn):
             raise ValueError(
                 f"state: expected a kNN store with a window of {self.window} tokens, got another's"
             )
+
+    @torch.no_grad()
+    def fit_window(self, state: KnnState) -> KnnState:
+        """Convert a state that was made with a larger window: the tokens of its open segment that have left the
+        current window are written to the store.
+        """
+        wide, window = state.token_importance.shape[1], self.window
+        if wide == window:
+            return state
+        position, opened = state.attention.position, state.open_length
+        begin = position - opened
+        start = begin - begin % window  # where the first segment of the current window begins
+        end = position - open_tokens(position, window)
+        segments = -(-(wide + window - 1) // window)
+        column = torch.arange(segments * window, device=position.device) - (begin - start).unsqueeze(-1)
+        held = (column >= 0) & (column < opened.unsqueeze(-1))
+
+        def align(x: Tensor, nothing: float) -> Tensor:
+            shape = [*column.shape, *[1] * (x.dim() - 2)]
+            index = column.clamp(0, wide - 1).view(shape).expand(-1, -1, *x.shape[2:])
+            return x.gather(1, index).masked_fill(~held.view(shape), nothing)
+
+        # Tokens before `begin` are in the store already. Minus infinity: they are not written again.
+        k, v, importance = align(state.k, 0), align(state.v, 0), align(state.token_importance, -torch.inf)
+        store = state.store.clone()
+        for first in range(0, segments * window, window):
+            part, at = slice(first, first + window), start + first
+            segment = (k[:, part], v[:, part], importance[:, part], at.unsqueeze(-1))
+            store = self.write(store, *segment, at + window <= end, True)
+        index = (end - start).unsqueeze(-1) + torch.arange(window, device=position.device)
+        row = torch.arange(len(index), device=index.device).unsqueeze(-1)
+        index = index.clamp(max=segments * window - 1)
+        kept = torch.arange(window, device=index.device) < (position - end).unsqueeze(-1)
+        importance = importance[row, index].masked_fill(~kept, 0.0)
+        return state._replace(k=k[row, index], v=v[row, index], token_importance=importance, store=store)
 
     def importance(self, x: Tensor | AttentionOutput, ctx: Context) -> Tensor:
         """The importance of each token ``[b t]``. It depends on the tokens in `ctx`, not on x."""

@@ -28,6 +28,7 @@ from remanence.cli.demo import Demo
 from remanence.cli.evaluate import RECIPE_PREFIX, Eval
 from remanence.cli.models import Info, Inspect, New, Presets
 from remanence.cli.report import Report
+from remanence.cli.serve import Keys, Serve
 from remanence.cli.sessions import Generate, Lens, Read
 from remanence.cli.train import Export, Train
 from remanence.io.migrations import current_field
@@ -43,6 +44,8 @@ Command = (
     | Annotated[Read, tyro.conf.subcommand("read")]
     | Annotated[Generate, tyro.conf.subcommand("generate")]
     | Annotated[Chat, tyro.conf.subcommand("chat")]
+    | Annotated[Serve, tyro.conf.subcommand("serve")]
+    | Annotated[Keys, tyro.conf.subcommand("keys")]
     | Annotated[Inspect, tyro.conf.subcommand("inspect")]
     | Annotated[Lens, tyro.conf.subcommand("lens")]
     | Annotated[Data, tyro.conf.subcommand("data")]

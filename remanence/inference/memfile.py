@@ -1,10 +1,10 @@
 """Memory files: the state of a model after a text, as a safetensors file that is checked before anything is used.
 
 The header holds the schema, the configuration and fingerprint of the model, the number of tokens read, and a checksum
-over the header and all tensors. Tensors above `LARGE` bytes, such as kNN stores, have separate checksums and stay in
-the file until they are used. A memory can reveal the text that it was made from: treat the file as you would treat the
-text. It is also untrusted input: nothing in it is executed or unpickled, and a file that does not fit the model is
-refused. Names, shapes and sizes are compared with those of the model before any tensor is read.
+over the header and all tensors. Large tensors, such as those of kNN stores, have separate checksums and stay in the
+file until they are used (`is_lazy`). A memory can reveal the text that it was made from: treat the file as you would
+treat the text. It is also untrusted input: nothing in it is executed or unpickled, and a file that does not fit the
+model is refused. Names, shapes and sizes are compared with those of the model before any tensor is read.
 """
 
 from __future__ import annotations
@@ -47,8 +47,10 @@ LAYER = "blocks."
 KINDS = {"config": dict, "fingerprint": list, "tokens": list, "state": dict, "notes": dict}
 """The header fields that contain JSON, and the type of each."""
 
-LARGE = 2**28
-"""Size in bytes above which a tensor is memory-mapped instead of read."""
+LARGE, LARGE_STORE = 2**28, 2**22
+"""Sizes in bytes above which a tensor, or a tensor of a kNN store, is memory-mapped instead of read."""
+STORE = ".store."
+"""Part of the names of the tensors of kNN stores."""
 
 MAX_VALUE, MAX_TOKENS_READ = 1e15, 2**48
 """The largest absolute value in a state (float32 can represent its square), and the largest number of tokens read."""
@@ -59,6 +61,13 @@ convert.
 """
 
 
+def is_lazy(name: str, nbytes: int) -> bool:
+    """Whether a tensor stays in its file until it is used. Names are those of a model's state: a tensor with another
+    name is refused.
+    """
+    return nbytes > (LARGE_STORE if STORE in name else LARGE)
+
+
 class Fingerprint(NamedTuple):
     """Hashes of a model's configuration and of its weights as bfloat16: float64, float32 and bfloat16 copies have the
     same fingerprint.
@@ -66,6 +75,13 @@ class Fingerprint(NamedTuple):
 
     config: str
     weights: str
+
+
+class Identity(NamedTuple):
+    """What a memory file says about its model: the configuration as data for JSON, and the fingerprint."""
+
+    config: dict[str, Any]
+    fingerprint: Fingerprint
 
 
 class HasWeights(Protocol):
@@ -78,23 +94,34 @@ class HasWeights(Protocol):
 
 def fingerprint(model: HasWeights) -> Fingerprint:
     """Compute the fingerprint of a model, which identifies the model that a memory file belongs to."""
+    return identify(model).fingerprint
+
+
+def identify(model: HasWeights) -> Identity:
+    """Compute what a memory file says about its model. It reads all weights, also those of a pretrained model."""
     weights = hashlib.sha256()
     for name, parameter in sorted(
         (first_name(name), parameter) for name, parameter in model.saved_parameters()
     ):
         weights.update(f"{name} {list(parameter.shape)}".encode())
         weights.update(_tensor_bytes(parameter.detach().to("cpu", torch.bfloat16)))
-    config = first_fields("model", _config_dict(model))
-    return Fingerprint(hashlib.sha256(canonical(config)).hexdigest()[:32], weights.hexdigest()[:32])
+    own = _config_dict(model)
+    config = hashlib.sha256(canonical(first_fields("model", own))).hexdigest()
+    return Identity(own, Fingerprint(config[:32], weights.hexdigest()[:32]))
 
 
 def save(
-    path: str | Path, model: CausalModel, state: State, notes: Mapping[str, object] | None = None
+    path: str | Path,
+    model: CausalModel,
+    state: State,
+    notes: Mapping[str, object] | None = None,
+    *,
+    known: Identity | None = None,
 ) -> None:
     """Write a state to a memory file. A state that has diverged is refused.
 
     `notes` is any JSON data to store in the file. `remanence read` stores the number of tokens before its text, and a
-    session stores when sentences were read.
+    session stores when sentences were read. `known` is the result of `identify`, if the weights have not changed since.
     """
     if not isinstance(state, State):
         raise ValueError(f"state: expected the State a model returned, got {type(state).__name__}")
@@ -102,49 +129,66 @@ def save(
         raise DivergedError(
             "state: expected finite numbers, got a memory that has diverged; it was not saved"
         )
-    state = state.saved()
+    state, own = state.saved(), known or identify(model)
     # Parts of a state may share memory, which safetensors refuses, so they are copied. Large stores never do.
     tensors = {
-        name: tensor.detach().to("cpu", copy=tensor.nbytes <= LARGE).contiguous()
+        name: tensor.detach().to("cpu", copy=not is_lazy(name, tensor.nbytes)).contiguous()
         for name, tensor in named_tensors(state)
     }
     fit_state("state", model, tensors)
     header = {
         "format": FORMAT,
         "schema": str(SCHEMA),
-        "config": _json(_config_dict(model)),
-        "fingerprint": json.dumps(fingerprint(model)),
+        "config": _json(own.config),
+        "fingerprint": json.dumps(own.fingerprint),
         "tokens": json.dumps(state.position.tolist()),
         "state": json.dumps({name: describe(tensor) for name, tensor in tensors.items()}),
         "notes": json.dumps(notes or {}),
-        "large": _json({name: sha256(tensor) for name, tensor in tensors.items() if tensor.nbytes > LARGE}),
+        "large": _json(
+            {name: sha256(tensor) for name, tensor in tensors.items() if is_lazy(name, tensor.nbytes)}
+        ),
     }
     write_tensors(Path(path), tensors, {**header, "checksum": _checksum(tensors, header)}, digest=False)
 
 
-def load(path: str | Path, model: CausalModel, *, force: bool = False, verify: bool = False) -> State:
+def load(
+    path: str | Path,
+    model: CausalModel,
+    *,
+    force: bool = False,
+    verify: bool = False,
+    known: Identity | None = None,
+) -> State:
     """Load the state in a memory file, on the device of the model and in the dtypes of its state.
 
     Raises an error if the file does not fit the model. `force` accepts a file made with other weights or another
     pretrained model. `verify` also checks the checksums of large tensors, whose damage is otherwise not detected.
+    `known` is the result of `identify`, if the weights have not changed since.
     """
-    return load_with_notes(path, model, force=force, verify=verify)[0]
+    return load_with_notes(path, model, force=force, verify=verify, known=known)[0]
 
 
 def load_with_notes(
-    path: str | Path, model: CausalModel, *, force: bool = False, verify: bool = False
+    path: str | Path,
+    model: CausalModel,
+    *,
+    force: bool = False,
+    verify: bool = False,
+    known: Identity | None = None,
 ) -> tuple[State, dict[str, Any]]:
     """Like `load`, and return the notes in the file, too."""
     with opened(Path(path)) as file:
-        return _load(file, model, force, verify)
+        return _load(file, model, force, verify, known)
 
 
-def _load(file: Opened, model: CausalModel, force: bool, verify: bool) -> tuple[State, dict[str, Any]]:
+def _load(
+    file: Opened, model: CausalModel, force: bool, verify: bool, known: Identity | None
+) -> tuple[State, dict[str, Any]]:
     """Check an open memory file against the model and return its state and its notes; see `load`."""
     path, header = file.path, _read_header(file)
-    own = _config_dict(model)
+    own = known or identify(model)
     config = model.upgrade_config(upgrade_config(header.data["config"]), str(path))
-    found = list(differences(config, own))
+    found = list(differences(config, own.config))
     differing = [f"{name} is {theirs!r} in the file, {ours!r} in the model" for name, theirs, ours in found]
     if differing and [name for name, *_ in found] != ["base"]:
         raise ValueError(f"{path}: made by a model of another configuration: {'; '.join(differing)}")
@@ -153,13 +197,13 @@ def _load(file: Opened, model: CausalModel, force: bool, verify: bool) -> tuple[
             f"{path}: made by a model of another configuration: {differing[0]}, so it read with another pretrained "
             "model; --force (force=True) loads it anyway"
         )
-    if header.data["fingerprint"][1] != fingerprint(model).weights and not force:
+    if header.data["fingerprint"][1] != own.fingerprint.weights and not force:
         raise ValueError(
             f"{path}: made by the same configuration with other weights; --force (force=True) loads it anyway"
         )
     _check_shapes(str(path), _StateLayout(*model.state_layout()), header.entries)
     tensors = _read_tensors(file, header, verify)
-    unread = {name for name in header.large if tensors[name].nbytes > LARGE and not verify}
+    unread = {name for name in header.large if is_lazy(name, tensors[name].nbytes) and not verify}
     state = fit_state(str(path), model, tensors, unread)
     if state.position.tolist() != header.data["tokens"]:
         raise ValueError(
@@ -286,12 +330,14 @@ def _read_tensors(file: Opened, header: _Header, verify: bool) -> dict[str, Tens
 
 def _read_verified(file: Opened, large: dict[str, str], verify: bool) -> Stored:
     """Read the tensors and the header of a file. Raises an error if a checksum does not match."""
-    path, stored = file.path, read_tensors(file, mapped=LARGE, digest=False)
+    path, stored = file.path, read_tensors(file, is_mapped=is_lazy, digest=False)
     header = dict(stored.metadata)
     if header.pop("checksum", None) != _checksum(stored.tensors, header, set(large)):
         raise ValueError(f"{path}: altered or damaged: its checksum does not fit its content")
     for name, digest in large.items():
-        if (verify or stored.tensors[name].nbytes <= LARGE) and sha256(stored.tensors[name]) != digest:
+        if (verify or not is_lazy(name, stored.tensors[name].nbytes)) and sha256(
+            stored.tensors[name]
+        ) != digest:
             raise ValueError(f"{path}: altered or damaged: the checksum of {name} does not fit its content")
     return stored
 
@@ -435,7 +481,10 @@ def named_tensors(node: Any, path: str = "") -> Iterator[tuple[str, Tensor]]:
 
 def _check_finite(source: str, tensor: Tensor, unbounded: bool) -> None:
     """Raise an error if a tensor has NaN, infinite or very large values. `unbounded` allows -inf."""
-    if not tensor.is_floating_point():
+    if not tensor.is_floating_point() or not tensor.numel():
+        return
+    lowest, highest = tensor.aminmax()  # NaN if there is any
+    if float(lowest) >= -MAX_VALUE and float(highest) <= MAX_VALUE:
         return
     bad = tensor.isnan() | (tensor == torch.inf) if unbounded else ~tensor.isfinite()
     if bool(bad.any()):
@@ -463,7 +512,11 @@ def _checksum(tensors: dict[str, Tensor], header: dict[str, str], unread: set[st
     """Compute the checksum of the header and of all tensors except `unread`, by default those that are large
     enough to have a separate checksum.
     """
-    unread = {name for name, tensor in tensors.items() if tensor.nbytes > LARGE} if unread is None else unread
+    unread = (
+        {name for name, tensor in tensors.items() if is_lazy(name, tensor.nbytes)}
+        if unread is None
+        else unread
+    )
     digest = hashlib.sha256(canonical(header))
     for name in sorted(set(tensors) - unread):
         digest.update(name.encode())

@@ -11,7 +11,7 @@ import hashlib
 import json
 import mmap
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from math import prod
@@ -173,9 +173,16 @@ def aligned(tensor: Tensor) -> Tensor:
     return tensor.clone()
 
 
-def read_tensors(source: Path | Opened, mapped: int | None = None, *, digest: bool = True) -> Stored:
-    """Read a file's tensors, `aligned`. Tensors of more than `mapped` bytes are memory-mapped instead, and
-    are read when they are used; None maps none. `digest` checks the digest, if the file has one.
+def read_tensors(
+    source: Path | Opened,
+    mapped: int | None = None,
+    *,
+    digest: bool = True,
+    is_mapped: Callable[[str, int], bool] | None = None,
+) -> Stored:
+    """Read a file's tensors, `aligned`. Tensors of more than `mapped` bytes, or those for which `is_mapped` of their
+    name and size is true, are memory-mapped instead, and are read when they are used. `digest` checks the digest, if
+    the file has one.
     """
     with opened(source) as (path, file):
         (entries, metadata), begins = _parsed(Opened(path, file))
@@ -186,9 +193,9 @@ def read_tensors(source: Path | Opened, mapped: int | None = None, *, digest: bo
             raise ValueError(f"{path}: {size:,} bytes cannot be opened here ({told})") from None
     if digest:
         _check_digest(path, found, metadata)
-    small = {
-        name: aligned(tensor) for name, tensor in found.items() if mapped is None or tensor.nbytes <= mapped
-    }
+    if is_mapped is None:
+        is_mapped = lambda _, nbytes: mapped is not None and nbytes > mapped
+    small = {name: aligned(tensor) for name, tensor in found.items() if not is_mapped(name, tensor.nbytes)}
     return Stored(found | small, metadata)
 
 

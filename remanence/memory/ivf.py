@@ -98,14 +98,14 @@ class IvfSearch:
         if old is not None and len(old.position) == len(position):
             same = position == old.position
             kept = same[old.sample]
-            known = torch.equal(state.k[row, old.sample.to(state.k.device)].cpu()[kept], old.keys[kept])
+            known = torch.equal(_sampled_keys(state, row, old.sample)[kept], old.keys[kept])
             if known and int((~same).sum()) * 4 <= entries:
                 return False
         slots = (position >= 0).nonzero().squeeze(-1)
-        keys = state.k[row].float().cpu()
+        keys = state.keys(row, torch.float32).cpu()
         heads = [self._build(keys[slots, head], slots) for head in range(keys.shape[1])]
         sample = slots[torch.linspace(0, len(slots) - 1, 64, device=slots.device).long()]
-        self._rows[row] = _RowIndex(position, heads, sample, state.k[row, sample.to(state.k.device)].cpu())
+        self._rows[row] = _RowIndex(position, heads, sample, _sampled_keys(state, row, sample))
         return True
 
     def _build(self, keys: Tensor, slots: Tensor) -> _Index:
@@ -169,7 +169,7 @@ class IvfSearch:
         """
         place = slots.clamp(min=0)
         dtype = torch.promote_types(q.dtype, torch.float32)
-        keys = one.k[0][place, torch.arange(q.shape[1], device=q.device).view(-1, 1)].to(dtype)
+        keys = one.keys((0, place, torch.arange(q.shape[1], device=q.device).view(-1, 1)), dtype)
         score = (keys @ q.to(dtype).unsqueeze(-1)).squeeze(-1)
         good = (slots >= 0) & unchanged[place] & (one.position[0][place] <= max_position.view(-1, 1, 1))
         return score.masked_fill(~good, -torch.inf)
@@ -191,6 +191,11 @@ class IvfSearch:
         truth = exact(q[rows][:, some], state.rows(rows), k, max_position[rows][:, some])
         self.recall = recall(found.index[rows][:, some], truth.index)
         log.info("ivf: recall %.3f of exact search's %d on %d sampled queries", self.recall, k, len(some))
+
+
+def _sampled_keys(state: StoreState, row: int, sample: Tensor) -> Tensor:
+    """Return the keys of some slots of a row, on the CPU."""
+    return state.keys((row, sample.to(state.k.device)), torch.float32).cpu()
 
 
 def _faiss() -> ModuleType:

@@ -7,7 +7,7 @@ at most its `max_position`: its own position minus the local window, so that no 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import wraps
 from typing import NamedTuple, ParamSpec, Protocol, TypeVar
 
@@ -48,9 +48,9 @@ class Search(Protocol):
     ) -> SearchResult: ...
 
 
-FEW_QUERIES = 8
-"""Up to this number of queries, the strided keys of the store are multiplied directly. For more queries, the
-keys are copied first.
+FEW_QUERIES, FEW_ENTRIES = 8, 256
+"""Up to this number of queries, the strided keys of the store are multiplied directly; on a CPU so many entries at once
+that they are still in its caches after their conversion to float32. For more queries, the keys are copied first.
 """
 
 
@@ -92,7 +92,8 @@ def exact(
     dtype = torch.promote_types(q.dtype, torch.float32)
     score = torch.full((rows, tokens, heads, k), -torch.inf, dtype=dtype, device=q.device)
     index = torch.zeros((rows, tokens, heads, k), dtype=torch.int64, device=q.device)
-    queries = SCORES // min(state.size, BLOCK)
+    few = tokens <= FEW_QUERIES and not q.is_cuda
+    queries = max(tokens, 1) if few else SCORES // min(state.size, BLOCK)
     for row, head in _search_tiles(q, min(state.size, BLOCK)):
         for first in range(0, state.size, BLOCK):
             slots = slice(first, min(first + BLOCK, state.size))
@@ -100,11 +101,13 @@ def exact(
             seen = _visible_entries(position, max_position[row])
             if seen == "none":
                 continue
-            keys = state.k[row, slots, head].to(dtype).transpose(1, 2)
-            keys = (keys.contiguous() if tokens > FEW_QUERIES else keys).transpose(2, 3)
+            keys = _keys(state, row, slots, head, dtype, FEW_ENTRIES if few else BLOCK)
+            if not few:
+                keys = [each.contiguous() if tokens > FEW_QUERIES else each for each in keys]
             for start in range(0, tokens, queries):
                 some = (row, slice(start, start + queries), head)
-                scores = q[some].to(dtype).transpose(1, 2) @ keys
+                asked = q[some].to(dtype).transpose(1, 2)
+                scores = torch.cat([asked @ each.transpose(2, 3) for each in keys], -1)
                 if seen == "some":
                     hidden = (position < 0).unsqueeze(1) | (
                         position.unsqueeze(1) > max_position[some[:2]].unsqueeze(-1)
@@ -185,7 +188,7 @@ def attend(
     rows, heads = torch.arange(q.shape[0], device=q.device), torch.arange(q.shape[2], device=q.device)
     place = (rows.view(-1, 1, 1, 1), found.index.clamp(min=0), heads.view(-1, 1))
     wide = torch.promote_types(q.dtype, torch.float32)
-    k, v = state.k.detach()[place].to(wide), state.v.detach()[place].to(q.dtype)
+    k, v = state.keys(place, wide).detach(), state.values(place, q.dtype).detach()
     score = (k @ q.to(wide).unsqueeze(-1)).squeeze(-1)
     weight, lse = _softmax(score, scale, found.index < 0)
     return (weight.to(v.dtype).unsqueeze(-2) @ v).squeeze(-2), lse
@@ -236,6 +239,15 @@ def _search_tiles(q: Tensor, entries: int) -> Iterator[tuple[slice, slice]]:
     for row in range(rows):
         for head in range(heads):
             yield slice(row, row + 1), slice(head, head + 1)
+
+
+def _keys(
+    state: StoreState, row: slice, slots: slice, head: slice, dtype: torch.dtype, at_once: int
+) -> Iterable[Tensor]:
+    """Yield the keys of some slots ``[r h n e]``, so many slots at once."""
+    for first in range(slots.start, slots.stop, at_once):
+        part = slice(first, min(first + at_once, slots.stop))
+        yield state.keys((row, part, head), dtype).transpose(1, 2)
 
 
 def _visible_entries(position: Tensor, max_position: Tensor) -> str:
@@ -300,11 +312,9 @@ def _attend_to_all(q: Tensor, mask: Tensor, state: StoreState, scale: Tensor) ->
     block = max(1, BLOCK // 256, SCORES // max(q[..., 0].numel(), 1))
     for first in range(0, state.size, block):
         slots = slice(first, first + block)
-        wide = torch.promote_types(q.dtype, torch.float32)
-        k, v = (
-            state.k[:, slots].detach().to(wide).transpose(1, 2),
-            state.v[:, slots].detach().to(q.dtype).transpose(1, 2),
-        )
+        index, wide = (slice(None), slots), torch.promote_types(q.dtype, torch.float32)
+        k = state.keys(index, wide).detach().transpose(1, 2)
+        v = state.values(index, q.dtype).detach().transpose(1, 2)
         score = (q.to(wide).transpose(1, 2) @ k.transpose(2, 3)).transpose(1, 2)
         weight, lse = _softmax(score, scale, mask[..., slots] == -torch.inf)
         part = (weight.to(v.dtype).transpose(1, 2) @ v).transpose(1, 2)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Literal, NamedTuple
+from collections.abc import Sequence
+from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -17,6 +18,33 @@ Evict = Literal["oldest", "importance"]
 EVICTIONS: tuple[Evict, ...] = ("oldest", "importance")
 """All values of `Evict`."""
 
+StoreDtype = Literal["auto", "int8"]
+"""The dtype of stored keys and values: the model's, or int8 with a scale for each vector."""
+STORE_DTYPES: tuple[StoreDtype, ...] = ("auto", "int8")
+"""All values of `StoreDtype`."""
+
+
+def quantize(x: Float[Tensor, "*a e"]) -> tuple[Int[Tensor, "*a e"], Float[Tensor, "*a"]]:
+    """Round vectors to int8: the largest absolute value of each becomes 127. Return the integers, and the float32
+    factor of each vector with which they are multiplied to get the vectors back.
+    """
+    x = x.float()
+    scale = x.abs().amax(-1) / 127
+    steps = x / scale.where(scale > 0, 1.0).unsqueeze(-1)
+    return steps.round().clamp(-127, 127).to(torch.int8), scale
+
+
+def dequantize(x: Tensor, scale: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """Return stored vectors in a dtype; `scale` is the second result of `quantize`, or None for floats."""
+    if scale is None:
+        return x.to(dtype)
+    wide = torch.promote_types(dtype, torch.float32)
+    return (x.to(wide) * scale.to(wide).unsqueeze(-1)).to(dtype)
+
+
+EMPTY = (0, 0, -1, 0, 0, 0)
+"""What an empty slot contains in each of `StoreState.entries`."""
+
 
 class _StoreState(NamedTuple):
     k: Tensor
@@ -24,6 +52,8 @@ class _StoreState(NamedTuple):
     position: Tensor
     importance: Tensor
     written: Tensor
+    k_scale: Tensor | None = None
+    v_scale: Tensor | None = None
 
 
 class StoreState(_StoreState, TensorTuple):
@@ -39,9 +69,40 @@ class StoreState(_StoreState, TensorTuple):
     written
         Number of entries ever added to each row, ``[r]``. If the oldest entry is evicted, the next entry's slot is
         ``written % size``.
+    k_scale, v_scale
+        The factors of int8 keys and values ``[r size h]``, float32 (see `quantize`); None for floats.
     """
 
     __slots__ = ()
+
+    def keys(self, index: Any, dtype: torch.dtype) -> Tensor:
+        """The keys at an index of the axes ``[r size h]``, in a floating-point dtype."""
+        return dequantize(self.k[index], None if self.k_scale is None else self.k_scale[index], dtype)
+
+    def values(self, index: Any, dtype: torch.dtype) -> Tensor:
+        """The values at an index of the axes ``[r size h]``, in a floating-point dtype."""
+        return dequantize(self.v[index], None if self.v_scale is None else self.v_scale[index], dtype)
+
+    def dequantized(self) -> StoreState:
+        """Return the state with keys and values as float32, if they are int8; else the state itself."""
+        if self.k_scale is None:
+            return self
+        k, v = self.keys((), torch.float32), self.values((), torch.float32)
+        return self._replace(k=k, v=v, k_scale=None, v_scale=None)
+
+    @property
+    def entries(self) -> tuple[Tensor, ...]:
+        """The tensors with one element per slot: `k`, `v`, `position`, `importance`, and the factors if there are."""
+        scales = () if self.k_scale is None or self.v_scale is None else (self.k_scale, self.v_scale)
+        return (self.k, self.v, self.position, self.importance, *scales)
+
+    def with_entries(self, entries: Sequence[Tensor], written: Tensor) -> StoreState:
+        """Return the state with other `entries`."""
+        k, v, position, importance, *scales = entries
+        k_scale, v_scale = scales or (None, None)
+        return self._replace(
+            k=k, v=v, position=position, importance=importance, written=written, k_scale=k_scale, v_scale=v_scale
+        )  # fmt: skip
 
     @property
     def size(self) -> int:
@@ -55,9 +116,11 @@ class StoreState(_StoreState, TensorTuple):
         more = size - self.size
         if not more:
             return self
-        k, v = (F.pad(x, (0, 0, 0, 0, 0, more)) for x in (self.k, self.v))
-        position = F.pad(self.position, (0, more), value=-1)
-        return StoreState(k, v, position, F.pad(self.importance, (0, more)), self.written)
+        longer = [
+            F.pad(x, [0, 0] * (x.dim() - 2) + [0, more], value=EMPTY[index])
+            for index, x in enumerate(self.entries)
+        ]
+        return self.with_entries(longer, self.written)
 
     def agrees(self, read: Tensor) -> Tensor:
         """Whether the state of each row is consistent with having read this many tokens ``[r]``."""
@@ -74,11 +137,14 @@ class Store:
         same rate for all entries, so their order stays the same. The store therefore always holds the most important
         of all entries, however they are split into calls. Entries are kept in the order
         in which they were written, so each call copies the whole store.
+    dtype
+        "auto": keys and values are stored in the dtype in which they are given. "int8": see `quantize`.
     """
 
     def __init__(
-        self, size: int, heads: int, width: int, evict: Evict = "oldest", *, half_life: float | None = None
-    ) -> None:
+        self, size: int, heads: int, width: int, evict: Evict = "oldest", *,
+        half_life: float | None = None, dtype: StoreDtype = "auto",
+    ) -> None:  # fmt: skip
         for name, value in (("size", size), ("heads", heads), ("width", width)):
             least = 0 if name == "size" else 1  # size 0: the store is always empty
             if isinstance(value, bool) or not isinstance(value, int) or value < least:
@@ -86,22 +152,31 @@ class Store:
         check_choice("evict", evict, EVICTIONS)
         if half_life is not None and not half_life > 0:
             raise ValueError(f"half_life: expected a number of tokens above 0, or None, got {half_life!r}")
+        check_choice("store_dtype", dtype, STORE_DTYPES)
         self.size, self.heads, self.width, self.evict, self.half_life = size, heads, width, evict, half_life
+        self.dtype = dtype
 
     def with_size(self, size: int) -> Store:
         """Return a store like this one with another size."""
-        return Store(size, self.heads, self.width, self.evict, half_life=self.half_life)
+        return Store(size, self.heads, self.width, self.evict, half_life=self.half_life, dtype=self.dtype)
 
     def start(self, rows: int, like: Tensor) -> StoreState:
-        """Return the state of `rows` empty stores, on the device and in the dtype of `like`."""
-        k, v = (
-            like.new_zeros(rows, self.size, self.heads, self.width, requires_grad=False) for _ in range(2)
+        """Return the state of `rows` empty stores, on the device of `like`, and in its dtype unless the store has one
+        of its own.
+        """
+        slots, device = (rows, self.size), like.device
+        dtype = like.dtype if self.dtype == "auto" else torch.int8
+        k, v = (torch.zeros(*slots, self.heads, self.width, dtype=dtype, device=device) for _ in range(2))
+        none = None, None
+        scales = (
+            none
+            if self.dtype == "auto"
+            else tuple(k.new_zeros(k.shape[:3], dtype=torch.float32) for _ in none)
         )
-        position = torch.full((rows, self.size), -1, dtype=torch.int64, device=like.device)
-        importance = torch.zeros(rows, self.size, dtype=torch.float32, device=like.device)
-        return StoreState(
-            k, v, position, importance, torch.zeros(rows, dtype=torch.int64, device=like.device)
-        )
+        position = torch.full(slots, -1, dtype=torch.int64, device=device)
+        importance = torch.zeros(slots, dtype=torch.float32, device=device)
+        written = torch.zeros(rows, dtype=torch.int64, device=device)
+        return StoreState(k, v, position, importance, written, *scales)
 
     @torch.no_grad()
     def add(
@@ -123,7 +198,11 @@ class Store:
         self._check(state, k, v, position)
         if importance is None:
             importance = torch.ones(position.shape, dtype=torch.float32, device=position.device)
-        new = (k.to(state.k.dtype), v.to(state.v.dtype), position, importance.to(torch.float32))
+        scales: tuple[Tensor, ...] = ()
+        if self.dtype == "int8":
+            (k, k_scale), (v, v_scale) = quantize(k), quantize(v)
+            scales = k_scale, v_scale
+        new = (k.to(state.k.dtype), v.to(state.v.dtype), position, importance.to(torch.float32), *scales)
         if k.shape[1] == 0 or self.size == 0:
             return state
         count = torch.full_like(state.written, k.shape[1]) if mask is None else mask.sum(1)
@@ -150,7 +229,7 @@ class Store:
         slot = slot.remainder(self.size)
         real = behind < count.unsqueeze(-1)
         row = torch.arange(rows, device=count.device).unsqueeze(-1)
-        for old, entries in zip(state[:4], new, strict=True):
+        for old, entries in zip(state.entries, new, strict=True):
             shaped = real.view(*real.shape, *[1] * (old.dim() - 2))
             old[row, slot] = torch.where(shaped, entries[row, place], old[row, slot])
         return state._replace(written=state.written + count)
@@ -162,7 +241,7 @@ class Store:
         were written, with empty slots last.
         """
         position, importance = (
-            torch.cat([old, entries], 1) for old, entries in zip(state[2:4], new[2:], strict=True)
+            torch.cat([old, entries], 1) for old, entries in zip(state[2:4], new[2:4], strict=True)
         )
         real = position >= 0
         if mask is not None:
@@ -183,12 +262,18 @@ class Store:
         offered = (place - self.size).clamp(min=0)
         row = torch.arange(len(place), device=place.device).unsqueeze(-1)
         kept = []
-        for before, entries, nothing in zip(state[:4], new, (0, 0, -1, 0), strict=True):
+        for before, entries, nothing in zip(state.entries, new, EMPTY, strict=False):
             shape = [*place.shape, *[1] * (before.dim() - 2)]
             chosen = torch.where((place < self.size).view(shape), before[row, old], entries[row, offered])
             kept.append(chosen.masked_fill(empty.view(shape), nothing))
-        kept.append(state.written + count)
-        return StoreState(*kept)
+        return state.with_entries(kept, state.written + count)
+
+    def check_dtype(self, state: StoreState) -> None:
+        """Raise ValueError if keys and values of the state are int8 and the store's are not, or the reverse."""
+        if (state.k_scale is None) != (self.dtype == "auto"):
+            expected = "floating-point" if self.dtype == "auto" else "int8"
+            got = str(state.k.dtype).removeprefix("torch.")
+            raise ValueError(f"state: expected a store of {expected} keys and values, got {got}")
 
     def _check(self, state: StoreState, k: Tensor, v: Tensor, position: Tensor) -> None:
         """Raise ValueError if the shapes of the new entries or of the state do not fit this store."""
@@ -196,6 +281,7 @@ class Store:
         for name, tensor, shape in (("k", k, want), ("v", v, want), ("position", position, want[:2])):
             if list(tensor.shape) != shape:
                 raise ValueError(f"{name}: expected shape {shape}, got {list(tensor.shape)}")
+        self.check_dtype(state)
         if list(state.k.shape[1:]) != [self.size, self.heads, self.width]:
             size = [self.size, self.heads, self.width]
             raise ValueError(

@@ -56,7 +56,9 @@ class Knn(Mixer):
         self.dim, self.persistent = config.dim, config.persistent
         self.attention = sliding_window(config)
         self.shares_store = self.owns_store = False
-        self.store = Store(c.size, config.heads, self.attention.width, c.evict, half_life=c.half_life)
+        self.store = Store(
+            c.size, config.heads, self.attention.width, c.evict, half_life=c.half_life, dtype=c.store_dtype
+        )
         self.search = SEARCHES[c.search]()
         self.output_dim = config.dim if c.write == "surprise" else 0
         self.log_scale = nn.Parameter(torch.empty(config.heads))
@@ -80,7 +82,7 @@ class Knn(Mixer):
         first = next((mixer for mixer in earlier if isinstance(mixer, Knn)), None)
         if first is not None:
             first.owns_store = self.shares_store = True
-            self.store = Store(0, self.store.heads, self.store.width)
+            self.store = self.store.with_size(0)
 
     @property
     def stride(self) -> int | None:
@@ -119,11 +121,12 @@ class Knn(Mixer):
     def check(self, state: KnnState) -> None:
         """Raise a ValueError if a state is from a layer with another window, store size, or width."""
         super().check(state)
+        self.store.check_dtype(state.store)
         heads = [self.attention.heads, self.attention.width]
         for name, part, expected in (
             ("window", state.token_importance, [self.window]),
             ("heads and their width", state.k[:, 0], heads),
-            ("store", state.store.k[:, :, 0, 0], [self.store.size]),
+            ("store", state.store.position, [self.store.size]),
             ("last output", state.last, [self.output_dim]),
         ):
             if list(part.shape[1:]) != expected:
@@ -397,7 +400,7 @@ class KnnDecoder(MixerDecoder):
         store = self.mixer.write(
             self.store, self.k, self.v, self.token_importance, begin, ended, in_place=True
         )
-        for buffer, new in zip(self.store, store, strict=True):
+        for buffer, new in zip(self.store.tensors(), store.tensors(), strict=True):
             if new is not buffer:
                 buffer.copy_(new)
 

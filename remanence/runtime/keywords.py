@@ -97,6 +97,7 @@ class KnnFields(TypedDict, total=False):
     evict: Literal["oldest", "importance"]
     half_life: float | None
     shared: bool
+    store_dtype: Literal["auto", "int8"]
 
 
 class SentenceFields(TypedDict, total=False):

@@ -127,11 +127,12 @@ def _write(
         with _one_line(temporary, OSError):
             dcp.save({**_weights(model), **_moments(model, optimizer)}, storage_writer=writer)
     if carried is not None:
-        write_tensors(
-            temporary / f"carried-{process_group.rank:05d}.safetensors",
-            dict(memfile.named_tensors(carried)),
-            {},
-        )
+        # Parts of a state may share memory, which safetensors refuses, so they are copied. Large stores never do.
+        tensors = {
+            name: tensor if memfile.is_lazy(name, tensor.nbytes) else tensor.clone()
+            for name, tensor in memfile.named_tensors(carried)
+        }
+        write_tensors(temporary / f"carried-{process_group.rank:05d}.safetensors", tensors, {})
     if initial_state is not None and (held := initial_state.tensors()):
         write_tensors(
             temporary / f"{initial_state.file_prefix}-{process_group.rank:05d}.safetensors", held, {}

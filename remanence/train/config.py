@@ -92,8 +92,8 @@ class TrainConfig:
         windows: attention windows, in tokens, for a model attached to a pretrained one. They are used one
             after the other in equal parts of the first half of the run; the second half uses the model's own
             window. Decreasing windows wider than the model's own narrow its attention step by step; narrower
-            ones force the model to use its memory from the first step. Empty: the model's own window in all
-            steps.
+            ones force the model to use its memory from the first step, and a kNN store then begins at the
+            narrower window. Empty: the model's own window in all steps.
         steps, batch: the number of optimizer steps, and the number of rows of a step (over all accumulated
             parts and processes).
         accumulate: the number of parts into which a step's rows are split. Gradients are summed over the

@@ -208,17 +208,11 @@ def resolve_start(config: TrainConfig) -> TrainConfig:
 
 
 def _check_windows(windows: tuple[int, ...], model: AttachConfig) -> None:
-    """Raise an error for `windows` that the attached model cannot be trained with.
-
-    A model whose own attention is not windowed carries a different state. With a kNN store, windows must not
-    be narrower than the model's own, since neither attention nor the store would see the tokens in between.
+    """Raise an error for `windows` if the attention of the attached model has no window, as its state is then a
+    different one.
     """
     own = model.window
     if windows and own is None:
         raise ValueError(
             f"windows: expected none (--windows=), as this model's attention is not narrowed, got {windows}"
-        )
-    if model.kind == "knn" and any(window < (own or 0) for window in windows):
-        raise ValueError(
-            f"windows: expected none below {own}, where the store begins (--windows= for none), got {windows}"
         )

@@ -80,7 +80,7 @@ class TestLaws:
     def test_nothing_stored_has_a_gradient(self, evict):
         store, (k, v, position, importance) = self.store(evict), entries(1, 4)
         state = store.add(store.start(1, k), k.requires_grad_(), v, position, importance)
-        assert not any(tensor.requires_grad for tensor in state)
+        assert not any(tensor.requires_grad for tensor in state.tensors())
 
 
 def test_a_full_ring_keeps_the_newest_with_their_own_values():

@@ -42,6 +42,7 @@ whole tiles adds to them.
 OFF = "the kernels are turned off (remanence.ops.triton.dispatch.KERNELS)"
 NO_TRITON = "triton cannot be imported (pip install 'remanence[triton]')"
 NO_CUDA = "the kernels run on CUDA (or under TRITON_INTERPRET=1), got "
+NO_INTEGERS = "the kernels know no int8 keys"
 NO_DOUBLE = "the kernels compute in float32, got float64"
 
 _logged: set[str] = set()
@@ -217,6 +218,8 @@ def search_reason(q: Tensor, keys: Tensor) -> str | None:
         return NO_CUDA + q.device.type
     if launch.kernels() is None:
         return NO_TRITON
+    if keys.dtype == torch.int8:
+        return NO_INTEGERS
     if torch.float64 in (q.dtype, keys.dtype):
         return NO_DOUBLE
     if q.shape[-1] > launch.MAX_WIDTH:
