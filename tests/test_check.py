@@ -3,6 +3,7 @@
 import json
 import math
 import sys
+from dataclasses import dataclass
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ from torch import nn
 
 from remanence import NeuralMemory, cli
 from remanence.laws import LAWS, check
-from remanence.testing import state_growth
+from remanence.testing import state_growth, tensors
 
 EXAMPLE = "examples/check_your_module.py"
 
@@ -149,6 +150,36 @@ def test_contraction_is_the_largest_growth():
     assert found(Sum(1.5), laws=["contraction"])["contraction"].detail.startswith(
         "the difference between two"
     )
+
+
+def test_tensors_are_found_in_any_state():
+    @dataclass
+    class Cache:
+        past: torch.Tensor
+        places: dict
+
+    class Table:
+        """A container with ``values``, as a TensorDict is."""
+
+        def values(self):
+            return iter([torch.ones(1)])
+
+    found = tensors((Cache(torch.zeros(1), {"a": torch.ones(2)}), [Table(), None, 3]))
+    assert [x.tolist() for x in found] == [[0.0], [1.0, 1.0], [1.0]]
+
+
+def test_gradients_of_a_module_that_rounds_to_float32_inside():
+    class Rounded(Sum):
+        def inputs(self, x):
+            return self.project(x).float().tanh().double()
+
+    class RoundedAndWrong(Rounded):
+        def forward(self, x, state=None):
+            y, total = super().forward(x, state)
+            return y + y.detach(), total
+
+    assert found(Rounded(), laws=["gradients"])["gradients"].holds
+    assert not found(RoundedAndWrong(), laws=["gradients"])["gradients"].holds
 
 
 def test_a_module_without_state_and_one_of_token_ids():

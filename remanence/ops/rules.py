@@ -58,8 +58,9 @@ class Rule:
     """Base class of update rules: subclass it, define `update`, and add an instance to `RULES`.
 
     The operator, the layer, streaming, decoding and memory files need no more than `update`, and `init_state` if the
-    rule keeps buffers beside the weights. `update` is written for one head and one document; torch.func.vmap maps it
-    over heads and rows, so it must not modify its arguments or branch on their values.
+    rule keeps buffers beside the weights; `observe` and `objective` are for losses of several tokens. `update` is
+    written for one head and one document; torch.func.vmap maps it over heads and rows, so it must not modify its
+    arguments or branch on their values.
 
     ``Rule(momentum=False, ...)`` makes a `LinearRule`.
 
@@ -114,6 +115,18 @@ class Rule:
         """
         return weights
 
+    def observe(self, buffers: Weights, k: Tensor, v: Tensor) -> Weights:
+        """Return the buffers with a token's key and value, before its gradient is taken. Used with granularity
+        "token" only.
+        """
+        return buffers
+
+    def objective(self, loss: Tensor, predict: Callable[[Tensor], Tensor], buffers: Weights) -> Tensor:
+        """Return what a token's gradient is taken of: by default `loss`, that of the token itself. `predict` are the
+        answers to any keys ``[... f]``. Used with granularity "token" only.
+        """
+        return loss
+
     def parallel_chunk(
         self, q: Tensor, k: Tensor, v: Tensor, gates: Gates, state: RuleState
     ) -> tuple[Tensor, Tensor, RuleState]:
@@ -129,6 +142,13 @@ class Rule:
     def loss_function(self) -> Loss:
         """The inner loss as a function (prediction, value) -> loss."""
         return LOSSES[self.loss] if isinstance(self.loss, str) else self.loss
+
+
+def descend(weights: Weights, gradients: Weights, gates: Gates) -> Weights:
+    """Return ``(1 - alpha) W - theta u`` for each weight: a step of gradient descent, with forgetting."""
+    gamma = 1.0 if gates.log_keep is None else gates.log_keep.exp()
+    theta = gates.log_step.exp()
+    return tuple(gamma * weight - theta * u for weight, u in zip(weights, gradients, strict=True))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -190,7 +210,9 @@ class LinearRule(Rule):
         return tuple(gates.log_keep.exp() * weight for weight in weights)
 
 
-_CLOSED_FORM_METHODS = ("update", "init_state", "gradient_at", "loss_function", "granularity", "read")
+_CLOSED_FORM_METHODS = (
+    *("update", "init_state", "gradient_at", "observe", "objective", "loss_function", "granularity", "read"),
+)
 """The attributes of `LinearRule` that a subclass must not override if the closed form is to apply."""
 
 

@@ -30,6 +30,10 @@ KINDS = {
     "adagrad": {"net": "titans", "rule": "adagrad", "expansion": 1.0},
     "adagrad of a deep memory": {"net": "deep", "rule": "adagrad"},
     "kda": {"net": "deep", "rule": "kda"},
+    "omega": {"net": "deep", "rule": "omega"},
+    "yaad": {"net": "deep", "rule": "yaad"},
+    "l_p": {"net": "titans", "rule": "l_p", "expansion": 1.0},
+    "memora": {"net": "linear", "rule": "memora"},
     "kda of sparse features": {"net": "sparse", "rule": "kda"},
 }
 

@@ -19,10 +19,13 @@ HOLDS = {
     "linear_attention": RULES["linear_attention"],
     "kda": RULES["kda"],
     "wide_delta": RULES["wide_delta"],
+    "yaad": RULES["yaad"],
     "gradient before decay": replace(RULES["no_momentum"], anchor="token"),
 }
 FAILS = {
     "titans": LinearRule(anchor="token"),
+    "l_p": RULES["l_p"],
+    "memora": RULES["memora"],
     "gradient before decay, steps up to 2": LinearRule(momentum=False, anchor="token", max_step=2.0),
 }
 
