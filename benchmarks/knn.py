@@ -1,5 +1,5 @@
 """The kNN store on a CPU: searching 512 queries for their 32 nearest, and adding 512 entries, side by side with raw
-faiss and with memorizing-transformers-pytorch's KNNMemory.
+faiss and with memorizing-transformers-pytorch's KNNMemory. ``--queries 1`` is the search of a decoding step.
 
 Implementations take turns in one process on one core; times are the least of the rounds. Keys are 64 wide, of unit
 length, and lie in clusters, as a model's do. Recall is the share of exact search's entries that were found. Peak memory
@@ -50,7 +50,9 @@ class Contestant:
         self.search, self.add, self.build = search, add, build
 
 
-def problem(size: int, heads: int) -> tuple[torch.Tensor, StoreState, tuple[torch.Tensor, ...]]:
+def problem(
+    size: int, heads: int, queries: int = QUERIES
+) -> tuple[torch.Tensor, StoreState, tuple[torch.Tensor, ...]]:
     torch.manual_seed(0)
     centres = torch.randn(CLUSTERS, WIDTH)
 
@@ -61,7 +63,7 @@ def problem(size: int, heads: int) -> tuple[torch.Tensor, StoreState, tuple[torc
     store, k = Store(size, heads, WIDTH), clustered(size)
     state = store.add(store.start(1, k), k, k, torch.arange(size)[None], reuse=True)
     new = clustered(QUERIES)
-    return clustered(QUERIES), state, (new, new, torch.arange(size, size + QUERIES)[None])
+    return clustered(queries), state, (new, new, torch.arange(size, size + QUERIES)[None])
 
 
 def ours(name: str) -> Callable[..., Contestant]:
@@ -221,8 +223,8 @@ def timed(call: Callable[[], object]) -> float:
     return (time.perf_counter() - start) * 1e3
 
 
-def compare(size: int, heads: int, rounds: int, only: Sequence[str]) -> list[dict]:
-    q, state, new = problem(size, heads)
+def compare(size: int, heads: int, rounds: int, only: Sequence[str], queries: int = QUERIES) -> list[dict]:
+    q, state, new = problem(size, heads, queries)
     truth = exact(q, state, NEAREST, torch.full(q.shape[:2], size)).index
     rows, ready = [], {}
     for name, make in IMPLEMENTATIONS.items():
@@ -279,6 +281,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--rounds", type=int, default=3, help="timed rounds, after one to warm up")
+    parser.add_argument("--queries", type=int, default=QUERIES)
     parser.add_argument("--sizes", type=int, nargs="+", default=[8192, 65536, 262144])
     parser.add_argument("--heads", type=int, nargs="+", default=[1, 8])
     parser.add_argument(
@@ -290,7 +293,7 @@ def main() -> None:
     )
     options = parser.parse_args()
     torch.set_num_threads(1)
-    table = Table(title=f"{QUERIES} queries, top {NEAREST}, {WIDTH} wide, one core")
+    table = Table(title=f"{options.queries} queries, top {NEAREST}, {WIDTH} wide, one core")
     for column in (
         "entries",
         "heads",
@@ -305,7 +308,7 @@ def main() -> None:
     rows = []
     for heads in options.heads:
         for size in options.sizes:
-            for row in compare(size, heads, options.rounds, options.only):
+            for row in compare(size, heads, options.rounds, options.only, options.queries):
                 rows.append(row)
                 case = (f"{row['entries']:,}", str(row["heads"]), row["impl"])
                 if row["search_ms"] is None:

@@ -201,6 +201,8 @@ class KnnConfig:
         shared: whether all kNN layers use the store of the first kNN layer.
         store_dtype: "auto": keys and values are stored in the model's dtype; "int8": as int8 with a float32 factor for
             each vector, in about half the memory of bfloat16.
+        store_device: "auto": keys and values are on the device of the model; "cpu": in the memory of the host, for
+            stores larger than that of a GPU. A search copies them to the GPU in blocks.
     """
 
     k: int = 32
@@ -214,6 +216,7 @@ class KnnConfig:
     half_life: float | None = None
     shared: bool = False
     store_dtype: Literal["auto", "int8"] = "auto"
+    store_device: Literal["auto", "cpu"] = "auto"
 
     def __post_init__(self) -> None:
         check_integers(1, **{"knn.k": self.k})
@@ -223,6 +226,7 @@ class KnnConfig:
         check_choice("knn.fuse", self.fuse, ("gate", "joint"))
         check_choice("knn.evict", self.evict, ("oldest", "importance"))
         check_choice("knn.store_dtype", self.store_dtype, ("auto", "int8"))
+        check_choice("knn.store_device", self.store_device, ("auto", "cpu"))
         check_names(**{"knn.search": self.search, "knn.write": self.write})
         if not is_number(self.fraction, ABOVE_0, 1):
             raise ValueError(f"knn.fraction: expected above 0 and at most 1, got {short_repr(self.fraction)}")

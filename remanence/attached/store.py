@@ -70,7 +70,10 @@ class AttachedKnn(Knn):
         self.dim, self.persistent, self.output_dim = config.dim, 0, 0
         self.attention = PrecomputedAttention()  # type: ignore[assignment]
         self.shares_store = self.owns_store = False
-        self.store = Store(c.size, heads, width, c.evict, half_life=c.half_life, dtype=c.store_dtype)
+        self.store = Store(
+            c.size, heads, width, c.evict,
+            half_life=c.half_life, dtype=c.store_dtype, device=c.store_device,
+        )  # fmt: skip
         self.search = SEARCHES[c.search]()
         self.log_scale, self.gate = nn.Parameter(torch.empty(heads)), nn.Parameter(torch.empty(heads))
         self.reset_parameters()

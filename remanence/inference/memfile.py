@@ -55,6 +55,9 @@ STORE = ".store."
 MAX_VALUE, MAX_TOKENS_READ = 1e15, 2**48
 """The largest absolute value in a state (float32 can represent its square), and the largest number of tokens read."""
 
+PLACES = ("knn.store_device",)
+"""Fields of a configuration in which a file and the model may differ: where the parts of a state are."""
+
 MIGRATIONS: dict[int, Callable[[Stored], Stored]] = {}
 """Functions that convert the tensors and the header of a file to the next schema, by the schema that they
 convert.
@@ -188,7 +191,7 @@ def _load(
     path, header = file.path, _read_header(file)
     own = known or identify(model)
     config = model.upgrade_config(upgrade_config(header.data["config"]), str(path))
-    found = list(differences(config, own.config))
+    found = [each for each in differences(config, own.config) if each[0] not in PLACES]
     differing = [f"{name} is {theirs!r} in the file, {ours!r} in the model" for name, theirs, ours in found]
     if differing and [name for name, *_ in found] != ["base"]:
         raise ValueError(f"{path}: made by a model of another configuration: {'; '.join(differing)}")
@@ -463,7 +466,13 @@ def _field_names(template: State, kind: Literal["growing", "variable"]) -> set[s
 
 def assemble_state(template: State, tensors: dict[str, Tensor], device: torch.device) -> State:
     """Put tensors by name into a state with the structure and dtypes of `template`. Nothing is checked."""
-    found = iter([tensors[name].to(device, like.dtype) for name, like in named_tensors(template)])
+    host = {f"{path}.{stored_field(field)}" for path, part in parts(template) for field in part.host}
+    found = iter(
+        [
+            tensors[name].to("cpu" if name in host else device, like.dtype)
+            for name, like in named_tensors(template)
+        ]
+    )
     return template.map(lambda _: next(found))
 
 

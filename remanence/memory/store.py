@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -20,6 +20,10 @@ EVICTIONS: tuple[Evict, ...] = ("oldest", "importance")
 
 StoreDtype = Literal["auto", "int8"]
 """The dtype of stored keys and values: the model's, or int8 with a scale for each vector."""
+StoreDevice = Literal["auto", "cpu"]
+"""The device of stored keys and values: the model's, or the host."""
+STORE_DEVICES: tuple[StoreDevice, ...] = ("auto", "cpu")
+"""All values of `StoreDevice`."""
 STORE_DTYPES: tuple[StoreDtype, ...] = ("auto", "int8")
 """All values of `StoreDtype`."""
 
@@ -76,12 +80,19 @@ class StoreState(_StoreState, TensorTuple):
     __slots__ = ()
 
     def keys(self, index: Any, dtype: torch.dtype) -> Tensor:
-        """The keys at an index of the axes ``[r size h]``, in a floating-point dtype."""
-        return dequantize(self.k[index], None if self.k_scale is None else self.k_scale[index], dtype)
+        """The keys at an index of the axes ``[r size h]``, in a floating-point dtype, on the device of `position`."""
+        return dequantize(*self._at(index, self.k, self.k_scale), dtype)
 
     def values(self, index: Any, dtype: torch.dtype) -> Tensor:
-        """The values at an index of the axes ``[r size h]``, in a floating-point dtype."""
-        return dequantize(self.v[index], None if self.v_scale is None else self.v_scale[index], dtype)
+        """The values at an index of the axes ``[r size h]``, as `keys`."""
+        return dequantize(*self._at(index, self.v, self.v_scale), dtype)
+
+    def _at(self, index: Any, x: Tensor, scale: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        """Stored vectors and their factors at an index, on the device of `position`."""
+        if isinstance(index, tuple):
+            index = tuple(part.to(x.device) if isinstance(part, Tensor) else part for part in index)
+        move = lambda tensor: tensor[index].to(self.position.device, non_blocking=True)
+        return move(x), None if scale is None else move(scale)
 
     def dequantized(self) -> StoreState:
         """Return the state with keys and values as float32, if they are int8; else the state itself."""
@@ -128,6 +139,33 @@ class StoreState(_StoreState, TensorTuple):
         return inside & (self.written >= 0) & (self.written <= read)
 
 
+class HostStoreState(StoreState):
+    """A `StoreState` whose keys and values stay in the memory of the host, pinned if the model is on a GPU. A search
+    copies a block of them to the device of `position` at a time, attention only those that were found.
+    """
+
+    __slots__ = ()
+    host = ("k", "v", "k_scale", "v_scale")
+
+    def enlarge(self, size: int) -> StoreState:
+        larger = super().enlarge(size)
+        return larger if larger is self else _pinned(larger)
+
+    def clone(self) -> HostStoreState:
+        return _pinned(super().clone())
+
+
+HostState = TypeVar("HostState", bound=StoreState)
+
+
+def _pinned(state: HostState) -> HostState:
+    """Return a state whose host tensors are in pinned memory, if its other tensors are on a GPU."""
+    if not state.position.is_cuda:
+        return state
+    tensors = {name: getattr(state, name) for name in state.host}
+    return state._replace(**{name: x.pin_memory() for name, x in tensors.items() if x is not None})
+
+
 class Store:
     """A store of a given size, and how it evicts entries. Its entries are in a `StoreState`.
 
@@ -139,11 +177,13 @@ class Store:
         in which they were written, so each call copies the whole store.
     dtype
         "auto": keys and values are stored in the dtype in which they are given. "int8": see `quantize`.
+    device
+        "auto": keys and values are on the device of the model. "cpu": see `HostStoreState`.
     """
 
     def __init__(
         self, size: int, heads: int, width: int, evict: Evict = "oldest", *,
-        half_life: float | None = None, dtype: StoreDtype = "auto",
+        half_life: float | None = None, dtype: StoreDtype = "auto", device: StoreDevice = "auto",
     ) -> None:  # fmt: skip
         for name, value in (("size", size), ("heads", heads), ("width", width)):
             least = 0 if name == "size" else 1  # size 0: the store is always empty
@@ -154,11 +194,15 @@ class Store:
             raise ValueError(f"half_life: expected a number of tokens above 0, or None, got {half_life!r}")
         check_choice("store_dtype", dtype, STORE_DTYPES)
         self.size, self.heads, self.width, self.evict, self.half_life = size, heads, width, evict, half_life
-        self.dtype = dtype
+        check_choice("store_device", device, STORE_DEVICES)
+        self.dtype, self.device = dtype, device
 
     def with_size(self, size: int) -> Store:
         """Return a store like this one with another size."""
-        return Store(size, self.heads, self.width, self.evict, half_life=self.half_life, dtype=self.dtype)
+        return Store(
+            size, self.heads, self.width, self.evict,
+            half_life=self.half_life, dtype=self.dtype, device=self.device,
+        )  # fmt: skip
 
     def start(self, rows: int, like: Tensor) -> StoreState:
         """Return the state of `rows` empty stores, on the device of `like`, and in its dtype unless the store has one
@@ -166,16 +210,17 @@ class Store:
         """
         slots, device = (rows, self.size), like.device
         dtype = like.dtype if self.dtype == "auto" else torch.int8
-        k, v = (torch.zeros(*slots, self.heads, self.width, dtype=dtype, device=device) for _ in range(2))
-        none = None, None
-        scales = (
-            none
-            if self.dtype == "auto"
-            else tuple(k.new_zeros(k.shape[:3], dtype=torch.float32) for _ in none)
-        )
+        on_host = self.device == "cpu"
+        home = torch.device("cpu") if on_host and not like.is_meta else device
+        k, v = (torch.zeros(*slots, self.heads, self.width, dtype=dtype, device=home) for _ in range(2))
+        scales: tuple[Tensor | None, ...] = (None, None)
+        if self.dtype == "int8":
+            scales = tuple(k.new_zeros(k.shape[:3], dtype=torch.float32) for _ in scales)
         position = torch.full(slots, -1, dtype=torch.int64, device=device)
         importance = torch.zeros(slots, dtype=torch.float32, device=device)
         written = torch.zeros(rows, dtype=torch.int64, device=device)
+        if on_host:
+            return _pinned(HostStoreState(k, v, position, importance, written, *scales))
         return StoreState(k, v, position, importance, written, *scales)
 
     @torch.no_grad()
@@ -230,8 +275,9 @@ class Store:
         real = behind < count.unsqueeze(-1)
         row = torch.arange(rows, device=count.device).unsqueeze(-1)
         for old, entries in zip(state.entries, new, strict=True):
-            shaped = real.view(*real.shape, *[1] * (old.dim() - 2))
-            old[row, slot] = torch.where(shaped, entries[row, place], old[row, slot])
+            at = row.to(old.device), slot.to(old.device)
+            shaped = real.view(*real.shape, *[1] * (old.dim() - 2)).to(old.device)
+            old[at] = torch.where(shaped, entries[row, place].to(old.device), old[at])
         return state._replace(written=state.written + count)
 
     def _add_best(
@@ -263,9 +309,11 @@ class Store:
         row = torch.arange(len(place), device=place.device).unsqueeze(-1)
         kept = []
         for before, entries, nothing in zip(state.entries, new, EMPTY, strict=False):
-            shape = [*place.shape, *[1] * (before.dim() - 2)]
-            chosen = torch.where((place < self.size).view(shape), before[row, old], entries[row, offered])
-            kept.append(chosen.masked_fill(empty.view(shape), nothing))
+            shape, home = [*place.shape, *[1] * (before.dim() - 2)], before.device
+            held = before[row.to(home), old.to(home)]
+            is_old = (place < self.size).view(shape).to(home)
+            chosen = torch.where(is_old, held, entries[row, offered].to(home))
+            kept.append(chosen.masked_fill(empty.view(shape).to(home), nothing))
         return state.with_entries(kept, state.written + count)
 
     def check_dtype(self, state: StoreState) -> None:

@@ -57,8 +57,9 @@ class Knn(Mixer):
         self.attention = sliding_window(config)
         self.shares_store = self.owns_store = False
         self.store = Store(
-            c.size, config.heads, self.attention.width, c.evict, half_life=c.half_life, dtype=c.store_dtype
-        )
+            c.size, config.heads, self.attention.width, c.evict,
+            half_life=c.half_life, dtype=c.store_dtype, device=c.store_device,
+        )  # fmt: skip
         self.search = SEARCHES[c.search]()
         self.output_dim = config.dim if c.write == "surprise" else 0
         self.log_scale = nn.Parameter(torch.empty(config.heads))
@@ -363,7 +364,8 @@ class KnnDecoder(MixerDecoder):
     """The decoder of `Knn`. It updates the window, the open segment and the store in place."""
 
     def __init__(self, mixer: Knn, state: KnnState, memory_mode: Mode) -> None:
-        self.is_capturable = mixer.search in CAPTURED
+        # A store on the host is read and written by the host.
+        self.is_capturable = mixer.search in CAPTURED and mixer.store.device == "auto"
         self.mixer, self.memory_mode, self.size = mixer, memory_mode, mixer.window
         self.window = WindowDecoder(mixer.attention, state.attention)
         _, self.k, self.v, self.token_importance, self.last, self.store = state.detach().clone()
@@ -394,7 +396,7 @@ class KnnDecoder(MixerDecoder):
             return
         ended = ctx.active & (ctx.position > 0) & (ctx.position % self.size == 0)
         # Skip the write if no row needs it. This is not checked on a GPU, where reading the result is slow.
-        if not ended.is_cuda and not bool(ended.any()):
+        if not (ended.is_cuda and self.is_capturable) and not bool(ended.any()):
             return
         begin = (ctx.position - self.size).unsqueeze(-1)
         store = self.mixer.write(

@@ -98,6 +98,7 @@ class KnnFields(TypedDict, total=False):
     half_life: float | None
     shared: bool
     store_dtype: Literal["auto", "int8"]
+    store_device: Literal["auto", "cpu"]
 
 
 class SentenceFields(TypedDict, total=False):

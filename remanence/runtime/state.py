@@ -75,6 +75,21 @@ def _saved(node: Any) -> Any:
     return type(node)(*children) if hasattr(node, "_fields") else tuple(children)
 
 
+def _moved(
+    node: Any, move: Callable[[Tensor, torch.device | None], Tensor], device: torch.device | None
+) -> Any:
+    """Apply `move` to every tensor of a nested tuple and the device that it belongs to: `device`, or the host."""
+    if isinstance(node, Tensor):
+        return move(node, device)
+    if node is None:
+        return None
+    names = getattr(node, "_fields", range(len(node)))
+    host = node.host if isinstance(node, TensorTuple) and device is not None else ()
+    own = [torch.device("cpu") if name in host else device for name in names]
+    children = [_moved(child, move, each) for child, each in zip(node, own, strict=True)]
+    return type(node)(*children) if hasattr(node, "_fields") else tuple(children)
+
+
 def _at(node: Any, position: list[int]) -> Any:
     """Apply `TensorTuple.at` to every state in a nested tuple."""
     if isinstance(node, TensorTuple):
@@ -122,6 +137,9 @@ class TensorTuple:
     minus_infinity: ClassVar[tuple[str, ...]] = ()
     """Names of the fields in which minus infinity is a valid value, such as the logarithm of a closed gate.
     """
+
+    host: ClassVar[tuple[str, ...]] = ()
+    """Names of the fields that stay in the memory of the host when a state is moved to another device."""
 
     def growing(self) -> tuple[str, ...]:
         """Return the names of the fields whose second axis has one entry for every token read."""
@@ -198,11 +216,11 @@ class TensorTuple:
         if dtype is not None and not dtype.is_floating_point:
             raise ValueError(f"dtype: expected a floating-point dtype, got {dtype}")
 
-        def moved(tensor: Tensor) -> Tensor:
+        def moved(tensor: Tensor, device: torch.device | None) -> Tensor:
             own = dtype if tensor.is_floating_point() else None
             return copy_host(tensor.to(device, own or tensor.dtype, non_blocking), tensor)
 
-        return self.map(moved)
+        return _moved(self, moved, device)
 
     @property
     def nbytes(self) -> int:
@@ -213,6 +231,8 @@ class TensorTuple:
         """Return a state with the chosen rows, in the given order."""
         if isinstance(index, int) or (isinstance(index, Tensor) and index.dim() == 0):
             index = [int(index)]
+        if isinstance(index, Tensor):
+            return self.map(lambda tensor: tensor[index.to(tensor.device)])
         return self.map(lambda tensor: tensor[index])
 
     @classmethod

@@ -218,6 +218,8 @@ def search_reason(q: Tensor, keys: Tensor) -> str | None:
         return NO_CUDA + q.device.type
     if launch.kernels() is None:
         return NO_TRITON
+    if keys.device != q.device:
+        return f"the keys are on {keys.device.type}, the queries on {q.device.type}"
     if keys.dtype == torch.int8:
         return NO_INTEGERS
     if torch.float64 in (q.dtype, keys.dtype):
