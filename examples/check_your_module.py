@@ -1,4 +1,8 @@
-"""Check a module of your own with `remanence.testing`: one module keeps the laws, the other leaks the future."""
+"""Check a module of your own: one module keeps the laws, the other leaks the future.
+
+The command prints all laws as a table: ``remanence check examples/check_your_module.py:RunningMean``. In tests, use
+`remanence.testing`, as below.
+"""
 
 import torch
 from torch import nn
@@ -22,12 +26,13 @@ class LeakyMean(nn.Module):
         return x - x.mean(1, keepdim=True), None
 
 
-x = torch.randn(3, 12, 5, dtype=torch.float64)
-assert_causal(RunningMean(), x)
-assert_rows_isolated(RunningMean(), x)
-assert_split(RunningMean(), x, [5, 1, 6])
-print("RunningMean: causal, rows isolated, one call = any split")
-try:
-    assert_causal(LeakyMean(), x)
-except AssertionError as broken:
-    print(f"LeakyMean: {broken}")
+if __name__ == "__main__":
+    x = torch.randn(3, 12, 5, dtype=torch.float64)
+    assert_causal(RunningMean(), x)
+    assert_rows_isolated(RunningMean(), x)
+    assert_split(RunningMean(), x, [5, 1, 6])
+    print("RunningMean: causal, rows isolated, one call = any split")
+    try:
+        assert_causal(LeakyMean(), x)
+    except AssertionError as broken:
+        print(f"LeakyMean: {broken}")

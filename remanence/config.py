@@ -60,9 +60,11 @@ def change(config: Config, given: Mapping[str, Any]) -> Config:
 
 
 PAPER: MemoryFields = {"rule": "titans", "chunk": 16, "forget_bias": -10.0}
-"""Default field values for every net except "deep", as in the paper."""
+"""Default field values for every other net, as in the paper."""
 DEEP: MemoryFields = {"rule": "gated_delta", "chunk": 64, "forget_bias": -6.0, "step_bias": 0.0}
-"""Default field values for the net "deep"."""
+"""Default field values for `FEATURE_NETS`."""
+FEATURE_NETS = ("deep", "sparse", "sparse_random")
+"""Nets of which a last matrix is written, at features of the keys."""
 
 FOLLOWS = ("depth", "expansion", "activation", "bias", "rule", "anchor", "chunk", "step_bias", "forget_bias")
 """Fields that are reset to their defaults when `change` selects another net."""
@@ -80,22 +82,24 @@ class MemoryConfig:
     Attributes:
         dim: width of the model.
         heads: number of independent memories. Default: the divisor of dim for which head_dim is closest to 128 for
-            the net "deep", else to 64.
+            the nets "deep" and "sparse", else to 64.
         head_dim: width of a head. Default: dim / heads.
         net: name of an entry of `remanence.ops.NETS`.
         depth, expansion, activation, bias: change this field of the net. None: keep the net's own value.
-        rule: name of an entry of `remanence.ops.RULES`. Default: "gated_delta" for the net "deep", else "titans".
+        rule: name of an entry of `remanence.ops.RULES`. Default: "gated_delta" for the nets "deep" and "sparse",
+            else "titans".
         anchor: the weights at which the gradient of a token is computed: "token", those just before the token (exact),
             or "chunk", those at the start of its chunk. Default: "token" for a net that is linear in its weights,
             otherwise the default of the rule.
         chunk: number of tokens whose gradients are computed at the same weights; with a token-exact rule, number of
-            tokens that are processed together. Default: 64 for the net "deep", else 16.
+            tokens that are processed together. Default: 64 for the nets "deep" and "sparse", else 16.
         conv: kernel size of the causal depthwise convolution on queries, keys and values; 0: no convolution.
         induction: initialise the key of a token as the query of the previous token. From the first
             training step on, a repeated token then retrieves the token that followed it before. Otherwise queries
             and keys are unrelated at first, and training has to learn both (docs/results/facts.md).
         step_bias, momentum_bias, forget_bias: initial biases of the gates, before the sigmoid. Default of step_bias: a
-            step size of about 1 / (10 depth), or 0.5 for the net "deep"; of forget_bias: -10, or -6 for "deep".
+            step size of about 1 / (10 depth), or 0.5 for the nets "deep" and "sparse"; of forget_bias: -10, or -6 for
+            these two.
         threshold: step sizes s become max(0, s - threshold) / (1 - threshold), and the keep factor is raised to that
             power, so that a token with s below the threshold changes nothing. A sigmoid alone is never 0: over a
             million tokens, small steps overwrite the memory.
@@ -120,7 +124,7 @@ class MemoryConfig:
     threshold: float = 0.0
 
     def __post_init__(self) -> None:
-        for name, value in (DEEP if self.net == "deep" else PAPER).items():
+        for name, value in (DEEP if self.net in FEATURE_NETS else PAPER).items():
             if getattr(self, name) is None:
                 object.__setattr__(self, name, value)
         check_integers(1, dim=self.dim, chunk=self.chunk)
@@ -165,7 +169,7 @@ class MemoryConfig:
             return max(1, self.dim // self.head_dim), self.head_dim
         few = [heads for heads in range(1, isqrt(self.dim) + 1) if self.dim % heads == 0]
         divisors = [*few, *[self.dim // heads for heads in reversed(few)]]
-        wanted = 128 if self.net == "deep" else 64
+        wanted = 128 if self.net in FEATURE_NETS else 64
         heads = min(divisors, key=lambda heads: abs(self.dim // heads - wanted))
         return heads, self.dim // heads
 
@@ -296,7 +300,7 @@ class ModelConfig:
         memory = {} if self.memory is None else self.memory
         if isinstance(memory, Mapping):
             own = {"dim": self.dim, **memory}
-            if own.get("chunk") is None and own.get("net", "deep") == "deep":
+            if own.get("chunk") is None and own.get("net", "deep") in FEATURE_NETS:
                 own["chunk"] = gcd(
                     DEEP["chunk"], self.segment
                 )  # token-exact: the chunk does not change the results

@@ -6,7 +6,11 @@ can be used as one. Each function raises an AssertionError that names the first 
 
 from __future__ import annotations
 
+import dataclasses
+import io
+import pickle
 from collections.abc import Callable, Iterable, Sequence
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -36,10 +40,12 @@ def distance(a: Tensor, b: Tensor) -> float:
 
 
 def tensors(tree: Any) -> list[Tensor]:
-    """Return all tensors in nested tuples, lists and dicts, in order."""
+    """Return all tensors in nested tuples, lists, dataclasses and mappings (or what has ``values()``), in order."""
     if isinstance(tree, Tensor):
         return [tree]
-    if isinstance(tree, dict):
+    if dataclasses.is_dataclass(tree) and not isinstance(tree, type):
+        tree = [getattr(tree, field.name) for field in dataclasses.fields(tree)]
+    elif callable(getattr(tree, "values", None)):
         tree = list(tree.values())
     return [tensor for child in tree for tensor in tensors(child)] if isinstance(tree, (tuple, list)) else []
 
@@ -166,19 +172,17 @@ def assert_padding_inert(
         )
 
 
-def assert_pure(module: nn.Module, x: Tensor) -> None:
-    """Check that training and evaluation mode give bit-identical results, and that forward does not change
-    any parameter, buffer, input or given state.
+def assert_deterministic(module: nn.Module, x: Tensor) -> None:
+    """Check that two equal calls give bit-identical results, and that forward does not change any parameter,
+    buffer, input or given state.
     """
     kept = {name: tensor.detach().clone() for name, tensor in module.state_dict().items()}
-    original, mode = x.clone(), module.training
-    module.train()
+    original = x.clone()
     y, state = module(x, None)
     given = [tensor.clone() for tensor in tensors(state)]
-    again, _ = module(x, state)
-    module.eval()
-    z, _ = module(x, None)
-    module.train(mode)
+    if given:
+        module(x, state)
+    z, end = module(x, None)
     for name, tensor in module.state_dict().items():
         if not torch.equal(tensor, kept[name]):
             raise AssertionError(f"forward changed {name}")
@@ -187,10 +191,140 @@ def assert_pure(module: nn.Module, x: Tensor) -> None:
     for a, b in zip(tensors(state), given, strict=True):
         if not torch.equal(a, b):
             raise AssertionError("forward changed the state it was given")
+    for a, b in zip([y, *given], [z, *tensors(end)], strict=True):
+        if not torch.equal(a, b):
+            raise AssertionError("two equal calls gave different results")
+
+
+def assert_pure(module: nn.Module, x: Tensor) -> None:
+    """Check `assert_deterministic` in training mode, that evaluation mode gives the same bits, and that a
+    carried state has an effect.
+    """
+    mode = module.training
+    module.train()
+    assert_deterministic(module, x)
+    y, state = module(x, None)
+    again, _ = module(x, state)
+    module.eval()
+    z, _ = module(x, None)
+    module.train(mode)
     if not torch.equal(y, z):
         raise AssertionError("training and evaluation mode differ")
     if torch.equal(y, again):
         raise AssertionError("a carried state changed nothing: the law was not tested")
+
+
+def assert_round_trip(step: Step, x: Tensor) -> None:
+    """Check that a state saved with `torch.save` in the middle of x and loaded again gives the same bits for
+    the rest of x.
+    """
+    first, rest = x.split([x.shape[1] // 2, x.shape[1] - x.shape[1] // 2], 1)
+    _, state = step(first, None)
+    if not tensors(state):
+        raise AssertionError("the state holds no tensor: the law was not tested")
+    file = io.BytesIO()
+    try:
+        torch.save(state, file)
+        file.seek(0)
+        loaded = torch.load(file, weights_only=False)
+    except (TypeError, AttributeError, pickle.PicklingError, RuntimeError) as error:
+        raise AssertionError(f"the state cannot be saved and loaded: {error}") from None
+    for a, b in zip(tensors(step(rest, state)), tensors(step(rest, loaded)), strict=True):
+        if not torch.equal(a, b):
+            raise AssertionError("the loaded state gives other results than the saved one")
+
+
+DERIVATIVE_STEPS = (1e-3, 1e-4, 1e-5, 1e-6)
+"""Steps of the central differences of `assert_derivative`. The second is compared with the gradient."""
+
+
+def assert_derivative(module: nn.Module, x: Tensor, tolerance: float = 1e-5) -> None:
+    """Check that the gradients of parameters and x are the derivatives of the output: the slopes along a
+    random direction, by central differences. Use it in float64.
+
+    The gradient may differ as much as the slopes of steps of different sizes do among each other, so that a
+    module of which a part computes in float32 is not blamed for its rounding.
+    """
+    places: list[Tensor] = [parameter for parameter in module.parameters() if parameter.requires_grad]
+    if x.is_floating_point():
+        x = x.detach().clone().requires_grad_()
+        places.append(x)
+    if not places:
+        raise AssertionError("neither a parameter nor x takes a gradient: the law was not tested")
+    y, _ = module(x, None)
+    weights = torch.randn_like(y) / y.numel() ** 0.5
+    value = (y * weights).sum()
+    if not value.requires_grad:
+        raise AssertionError("no gradient: the output does not depend on x or the parameters for autograd")
+    found = torch.autograd.grad(value, places, allow_unused=True)
+
+    def value_at(place: Tensor, moved: Tensor) -> float:
+        kept = place.detach().clone()
+        with torch.no_grad():
+            place.copy_(moved)
+            result = float((module(x, None)[0] * weights).sum())
+            place.copy_(kept)
+        return result
+
+    for place, grad in zip(places, found, strict=True):
+        direction = torch.randn_like(place) / place.numel() ** 0.5
+        own = 0.0 if grad is None else float((grad * direction).sum())
+        slopes = [
+            (value_at(place, place + h * direction) - value_at(place, place - h * direction)) / (2 * h)
+            for h in DERIVATIVE_STEPS
+        ]
+        slope, (first, second, third) = slopes[1], [abs(a - b) for a, b in pairwise(slopes)]
+        error = first + second + 0.1 * third
+        if not abs(slope - own) <= max(tolerance * max(1.0, abs(slope)), error):
+            where = "x" if place is x else next(n for n, p in module.named_parameters() if p is place)
+            raise AssertionError(
+                f"the gradient of {where} along a direction is {own:.6g}, the slope {slope:.6g}"
+            )
+
+
+def state_growth(step: Step, before: tuple[Tensor, Tensor], text: Tensor, pieces: int = 16) -> float:
+    """Return by how much the difference between two states grows at most while both read the same text.
+
+    The states are those after the two texts of `before`. The first half of `text` is read without measuring,
+    so that inputs that the state keeps (convolutions, incomplete chunks) are the same. The difference is the
+    Frobenius norm over all floating-point tensors, measured after each piece; the result is its largest ratio
+    to an earlier value, and 0 if the states became equal.
+    """
+    half = text.shape[1] // 2
+    states = [step(text[:, :half], step(each, None)[1])[1] for each in before]
+    lowest, growth = _state_distance(*states), 0.0
+    floor = 1e-9 * max(1.0, _norm(tensors(states[0])))
+    for piece in text[:, half:].tensor_split(pieces, 1):
+        if piece.shape[1] == 0:
+            continue
+        states = [step(piece, state)[1] for state in states]
+        now = _state_distance(*states)
+        if not now < float("inf"):
+            return float("inf")
+        growth = max(growth, now / lowest) if max(now, lowest) > floor else growth
+        lowest = max(min(lowest, now), floor)
+    return growth
+
+
+def _norm(parts: Sequence[Tensor]) -> float:
+    """Return the Frobenius norm over all floating-point tensors."""
+    squares = [x.detach().double().square().sum() for x in parts if x.is_floating_point()]
+    return float(torch.stack(squares).sum().sqrt()) if squares else 0.0
+
+
+def _state_distance(a: Any, b: Any) -> float:
+    """Return the Frobenius norm of the difference of two states. Equal infinities do not differ."""
+    pairs = zip(tensors(a), tensors(b), strict=True)
+    return _norm([torch.where(x == y, 0.0, x - y) for x, y in pairs if x.is_floating_point()])
+
+
+def assert_contracts(step: Step, before: tuple[Tensor, Tensor], text: Tensor) -> None:
+    """Check that the difference between two states never grows while both read the same text (`state_growth`
+    of at most 1, up to rounding).
+    """
+    growth = state_growth(step, before, text)
+    if not growth <= 1 + 1e-6:
+        raise AssertionError(f"the difference between two states grew {growth:.3g} times")
 
 
 def assert_gradients_reach(module: nn.Module, x: Tensor) -> None:

@@ -21,6 +21,7 @@ import shutil
 import signal
 import struct
 import sys
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
@@ -207,15 +208,76 @@ def chat(given: Path, out: Path) -> None:
     command("chat", given / "model", *options)
 
 
+def serve(given: Path, out: Path) -> None:
+    """A server, and a client that notes each answer. A server that is started again has what was answered."""
+    import httpx
+
+    from remanence import Session
+    from remanence.serve.server import Server, Settings, address, listen
+
+    noted = out / ANSWERED
+    known = [json.loads(line) for line in documents(noted)] if noted.exists() else []
+    out.joinpath("store").mkdir(exist_ok=True)
+    settings = Settings(name="model", folder=out / "store", keep_versions=32)
+    with listen("127.0.0.1", 0) as listener, Server(Session(given / "model"), settings) as server:
+        thread = threading.Thread(target=server.run, args=(listener,))
+        thread.start()
+        try:
+            talk(httpx.Client(base_url=address(listener), timeout=60, trust_env=False), noted, known)
+        finally:
+            server.stop()
+            thread.join()
+        memories = server.memories
+        memories.collect_garbage(age=-1)
+        head = memories.head(memories.find("local", "ann"))
+        left = {path.stem for path in memories.files.iterdir()}
+        expected = {version.id for version in memories.database.versions(head.memory) if version.bytes}
+        if left != expected or memories.load(head).tokens != head.tokens:
+            raise ValueError(f"expected the files {expected}, got {left}")
+
+
+def talk(http, noted: Path, known: list[dict]) -> None:
+    """Check that all known answers are in the memory, and ask for the others, each with the whole conversation."""
+    if known:
+        versions = {
+            each["id"]: each["parent"] for each in http.get("/v1/memories/ann/versions").json()["data"]
+        }
+        chain, place = [], http.get("/v1/memories/ann").json()["version"]
+        while place in versions:
+            chain.append(place)
+            place = versions[place]
+        if not {each["version"] for each in known} <= set(chain):
+            raise ValueError(f"expected the versions {known}, got {chain}")
+    for number in range(len(known), ANSWERS):
+        messages = []
+        for each in known:
+            messages += [{"role": "user", "content": each["message"]}]
+            messages += [{"role": "assistant", "content": each["text"]}]
+        message = f"This is message {number}."
+        body = {"model": "model", "user": "ann", "max_tokens": ANSWER, "temperature": 0}
+        body["messages"] = [*messages, {"role": "user", "content": message}]
+        done = http.post("/v1/chat/completions", json=body).raise_for_status()
+        text = done.json()["choices"][0]["message"]["content"]
+        known.append({"version": done.headers["X-Memory-Version"], "message": message, "text": text})
+        with open(noted, "a") as file:
+            file.write(json.dumps(known[-1]) + "\n")
+
+
 ANSWER = 5
 """Number of tokens in each answer of a chat."""
-COMMANDS = {"train": train, "read": read, "prepare": prepare, "eval": evaluate, "chat": chat}
+ANSWERED, ANSWERS = "answered.jsonl", 3
+"""The file in which the client of a server notes its answers, and their number."""
+COMMANDS = {"train": train, "read": read, "prepare": prepare, "eval": evaluate, "chat": chat, "serve": serve}
 CHANGING = ("date", "commit", "tokens_per_s", "memory_gib", "hours")
 """Entries of JSON files that differ from run to run."""
 
 
 def outcome(folder: Path) -> dict[str, str]:
-    """Every file that is left, leftovers of the killed included, by the digest of what it says."""
+    """Every file that is left, leftovers of the killed included, by the digest of what it says. Of a server, whose
+    identifiers are random, the number of answers.
+    """
+    if (noted := folder / ANSWERED).exists():
+        return {ANSWERED: str(len(documents(noted)))}
     found = {}
     for path in sorted(folder.rglob("*")):
         name = str(path.relative_to(folder))
@@ -323,12 +385,14 @@ def main() -> None:
     import matplotlib as mpl
 
     mpl.use("Agg")
+    import httpx  # noqa: F401
     import matplotlib.pyplot  # noqa: F401
     import torch._dynamo
     import torch.optim
 
     import remanence.cli
     import remanence.evaluate
+    import remanence.serve.server
     import remanence.train  # noqa: F401
 
     torch.set_num_threads(1)

@@ -63,7 +63,7 @@ def attached(family="llama", dtype=torch.float64, **settings):
 def read_rows(model, counts, seed=3):
     """The state of rows that have read different numbers of tokens."""
     longest = max(counts)
-    ids = torch.from_numpy(np.random.default_rng(seed).integers(0, model.vocab_size, (len(counts), longest)))
+    ids = torch.tensor(np.random.default_rng(seed).integers(0, model.vocab_size, (len(counts), longest)))
     mask = torch.arange(longest) < torch.tensor(counts).unsqueeze(-1)
     return model(ids, mask=mask)[1]
 
@@ -90,8 +90,8 @@ def test_decoding_in_place_is_calling_the_model(case, mode):
     decoder = AttachedDecoder(model, state, mode)
     rng = np.random.default_rng(0)
     for _ in range(40):
-        ids = torch.from_numpy(rng.integers(0, model.vocab_size, 2))
-        active = torch.from_numpy(rng.random(2) < 0.8)
+        ids = torch.tensor(rng.integers(0, model.vocab_size, 2))
+        active = torch.tensor(rng.random(2) < 0.8)
         active[int(rng.integers(2))] = True
         expected, state = model(ids.unsqueeze(1), state, mask=active.unsqueeze(1), memory_mode=mode)
         logits = decoder.step(ids, active)
@@ -99,7 +99,7 @@ def test_decoding_in_place_is_calling_the_model(case, mode):
     assert_close(state, decoder.state, 1e-9, "state")
     assert_close(before, given, 0.0, "the state that was given")
     assert not decoder.diverged.any()
-    more = torch.from_numpy(rng.integers(0, model.vocab_size, (2, 30)))
+    more = torch.tensor(rng.integers(0, model.vocab_size, (2, 30)))
     assert_close(model(more, state)[0], model(more, decoder.state)[0], 1e-9, "text after it")
 
 
@@ -180,7 +180,7 @@ def test_rows_of_answers_are_decoded_together():
     state = model(ids, mask=mask)[1]
     decoder, rng = SentenceDecoder(model, state), np.random.default_rng(0)
     for step in range(12):
-        new, active = torch.from_numpy(rng.integers(13, 130, 2)), torch.tensor([step % 3 > 0, True])
+        new, active = torch.tensor(rng.integers(13, 130, 2)), torch.tensor([step % 3 > 0, True])
         expected, state = model(new.unsqueeze(1), state, mask=active.unsqueeze(1))
         assert_close(expected[active, 0], decoder.step(new, active)[active], 1e-9, "logits")
     assert decoder.inner is not None

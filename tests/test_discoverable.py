@@ -92,7 +92,7 @@ class TestSignatures:
         attach = parameters(remanence.attach)
         assert (attach["head_dim"].default, attach["k"].default) == (128, KnnConfig().k)
         assert list(parameters(Rule)) == list(parameters(type(Rule()))) == [
-            "momentum", "forget", "decay_first", "anchor", "loss"
+            "momentum", "forget", "decay_first", "anchor", "loss", "max_step"
         ]  # fmt: skip
 
     def test_help_shows_them(self):

@@ -28,14 +28,14 @@ def check(result):
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="ptrace is Linux's")
 def test_some_of_the_writes_of_every_command(tmp_path):
     found = killed(tmp_path, "--some", "3")
-    assert [result["command"] for result in found] == ["train", "read", "prepare", "eval", "chat"]
+    assert [result["command"] for result in found] == ["train", "read", "prepare", "eval", "chat", "serve"]
     for result in found:
         check(result)
 
 
 @pytest.mark.exhaustive
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="ptrace is Linux's")
-@pytest.mark.parametrize("command", ["train", "read", "prepare", "eval", "chat"])
+@pytest.mark.parametrize("command", ["train", "read", "prepare", "eval", "chat", "serve"])
 def test_all_writes(tmp_path, command):
     [result] = killed(tmp_path, command)
     assert result["kills"] == result["writes"]

@@ -14,8 +14,9 @@ from remanence import Session
 from remanence.attached import base as pretrained
 from remanence.attached.config import AttachConfig
 from remanence.attached.model import Attached
+from remanence.attached.sentences.call import recalled_context
 from remanence.attached.sentences.config import ChatFormat, SentenceConfig
-from remanence.attached.sentences.model import SentenceModel, recalled_context
+from remanence.attached.sentences.model import SentenceModel
 from remanence.attached.sentences.segments import ANSWER, OTHER, TEXT, Position
 from remanence.attached.sentences.training import (
     ChatRow,
@@ -25,13 +26,22 @@ from remanence.attached.sentences.training import (
     chat_row,
     read_rows,
 )
-from remanence.attached.sentences.vocabulary import END, NEWLINE, OPENS, SPECIAL
+from remanence.attached.sentences.vocabulary import (
+    END,
+    NEWLINE,
+    OPENS,
+    SHORTENED,
+    SPECIAL,
+    STOP,
+    is_shortened,
+)
 from remanence.causal_model import CausalModel
 from remanence.inference import memfile
 from remanence.inference.generate import Generation, Sampling
 from remanence.tokenizers.tokens import ByteTokenizer
 
-# Token ids: 3 starts a message, 6 ends one, 7 is a line break, 10 a full stop, 13 to 99 can start a sentence.
+# Token ids: 3 starts a message, 6 ends one, 7 is a line break, 10 a full stop, 13 to 99 can start a sentence, 90 to 99
+# are initials, and 11 is a question mark.
 FORMAT = ChatFormat(
     user=(3, 4), assistant=(3, 5), end=6, newline=7, recall_start=(6, 7, 3, 8, 9), recall_end=(6, 7, 3, 5)
 )
@@ -44,7 +54,8 @@ WINDOW = 24
 
 def vocabulary() -> np.ndarray:
     flags = np.zeros(300, np.uint8)
-    flags[[3, 6]], flags[7], flags[10], flags[13:100] = SPECIAL | OPENS, NEWLINE | OPENS, END, OPENS
+    flags[[3, 6]], flags[7], flags[10], flags[11] = SPECIAL | OPENS, NEWLINE | OPENS, END | STOP, END
+    flags[13:90], flags[90:100] = OPENS, OPENS | SHORTENED
     return flags
 
 
@@ -144,6 +155,32 @@ def test_what_is_stored_is_every_sentence_of_text_and_messages():
         [50, 51, 52],
     ]
     assert [ids[each.start : each.end] for each in stored] == [each.tokens for each in stored]
+
+
+def test_a_full_stop_behind_an_initial_ends_no_sentence():
+    model = sentence_model()
+    ids = [20, 21, 95, 10, 30, 31, 10, 40, 41, 96, 11, 50, 51, 52, 10, 60]
+    for cut in range(1, len(ids)):
+        state = model(torch.tensor([ids[:cut]]))[1]
+        stored = model.stored(model(torch.tensor([ids[cut:]]), state)[1])[0]
+        assert [each.tokens for each in stored] == [ids[:7], ids[7:11], ids[11:15]]
+
+
+@pytest.mark.parametrize(
+    ("text", "shortened"),
+    [
+        (" J", True),
+        ("J", True),
+        (" Dr", True),
+        (" e", True),
+        (" I", False),
+        ("g", False),
+        (" Drum", False),
+        (" 7", False),
+    ],
+)
+def test_initials_and_titles(text, shortened):
+    assert is_shortened(text) == bool(shortened)
 
 
 def test_a_long_sentence_is_cut_and_a_short_one_joined():

@@ -25,7 +25,7 @@ from experiments.attach.chats import SYSTEM, Asked
 from experiments.attach.sentence_tests import Cell, answer_all, conversation, is_unknown, read_all, user
 from experiments.attach.sentences import Source
 from remanence.attached.folder import load
-from remanence.attached.sentences.model import recalled_context
+from remanence.attached.sentences.call import recalled_context
 from remanence.attached.sentences.training import chat_row
 from remanence.evaluate.bm25 import Bm25
 from remanence.io.files import write_json

@@ -84,7 +84,9 @@ class Chats:
     memory, and `system_share` is the share of conversations for training that begin with `SYSTEM`.
     """
 
-    def __init__(self, kamel: Path, general: list[tuple[str, str, bool]], *, system_share: float = 0.5) -> None:
+    def __init__(
+        self, kamel: Path, general: list[tuple[str, str, bool]], *, system_share: float = 0.5
+    ) -> None:
         with lzma.open(kamel, "rt") as file:
             known = [json.loads(line) for line in file]
         self.kamel_held, self.kamel, self.general = known[:HELD_OUT], known[HELD_OUT:], general

@@ -285,6 +285,7 @@ def main() -> None:
     parser.add_argument("--rows", type=Path, required=True)
     parser.add_argument("--cells", type=int, nargs="*", help="numbers of the cells to measure; default: all")
     parser.add_argument("--conversations", type=int, help="number of conversations of each cell")
+    parser.add_argument("--scale", type=float, default=1.0, help="multiply the numbers of conversations")
     parser.add_argument(
         "--recalled", type=int, help="number of recalled sentences instead of the model's own"
     )
@@ -305,6 +306,8 @@ def main() -> None:
     chosen = [CELLS[n] for n in (range(len(CELLS)) if args.cells is None else args.cells)]
     if args.conversations:
         chosen = [cell._replace(conversations=args.conversations) for cell in chosen]
+    scaled = [max(1, round(args.scale * cell.conversations)) for cell in chosen]
+    chosen = [cell._replace(conversations=n) for cell, n in zip(chosen, scaled, strict=True)]
     group = lambda cell: (max(cell.distance, 4000), MODES.index(cell.mode), cell.distance)
     for _, own in groupby(sorted(chosen, key=group), key=lambda cell: group(cell)[:2]):
         if time.time() - began > args.seconds:

@@ -182,6 +182,7 @@ def attend(
             spec.window,
             None if fresh else position,
             lse=not is_window_enough,
+            compiled=torch.is_grad_enabled(),  # texts that are read have many lengths, rows for training have one
         )
         if not is_window_enough:
             place = position.unsqueeze(-1) + torch.arange(tokens, device=q.device)

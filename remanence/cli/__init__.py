@@ -22,11 +22,13 @@ import tyro
 
 from remanence.cli.attach import Attach
 from remanence.cli.chat import Chat
+from remanence.cli.check import Check
 from remanence.cli.data import Data
 from remanence.cli.demo import Demo
 from remanence.cli.evaluate import RECIPE_PREFIX, Eval
 from remanence.cli.models import Info, Inspect, New, Presets
 from remanence.cli.report import Report
+from remanence.cli.serve import Keys, Serve
 from remanence.cli.sessions import Generate, Lens, Read
 from remanence.cli.train import Export, Train
 from remanence.io.migrations import current_field
@@ -42,6 +44,8 @@ Command = (
     | Annotated[Read, tyro.conf.subcommand("read")]
     | Annotated[Generate, tyro.conf.subcommand("generate")]
     | Annotated[Chat, tyro.conf.subcommand("chat")]
+    | Annotated[Serve, tyro.conf.subcommand("serve")]
+    | Annotated[Keys, tyro.conf.subcommand("keys")]
     | Annotated[Inspect, tyro.conf.subcommand("inspect")]
     | Annotated[Lens, tyro.conf.subcommand("lens")]
     | Annotated[Data, tyro.conf.subcommand("data")]
@@ -49,6 +53,7 @@ Command = (
     | Annotated[Export, tyro.conf.subcommand("export")]
     | Annotated[Eval, tyro.conf.subcommand("eval")]
     | Annotated[Report, tyro.conf.subcommand("report")]
+    | Annotated[Check, tyro.conf.subcommand("check")]
     | Annotated[Presets, tyro.conf.subcommand("presets")]
     | Annotated[Info, tyro.conf.subcommand("info")]
 )
@@ -78,8 +83,8 @@ not list them.
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Run a command. The exit code is 0 on success, 2 for a wrong argument or file, 1 for an internal error or a closed
-    output pipe, 130 after Ctrl-C, and 143 after SIGTERM.
+    """Run a command. The exit code is 0 on success, 2 for a wrong argument or file, 1 for an internal error, a closed
+    output pipe or a broken law of ``check``, 130 after Ctrl-C, and 143 after SIGTERM.
 
     Errors of the user are shown in one line, without a traceback. Control characters in all output are
     printed in escaped form.

@@ -54,7 +54,7 @@ class WindowSlots:
         shape = rows, heads, self.count + self.size + 1, width
         with torch.no_grad():
             self.k, self.v = (state.k.new_zeros(shape, dtype=score_dtype(state.k)) for _ in range(2))
-        index = self._ring_index(state.position)
+        index = self._ring_index(state.position, self.rows)
         for buffer, first, last in (
             (self.k, state.k, state.window.k),
             (self.v, state.v, state.window.v),
@@ -63,10 +63,10 @@ class WindowSlots:
             by_slot[:, : self.count] = first.detach().to(buffer.dtype)
             by_slot[index] = last.detach().to(buffer.dtype)
 
-    def _ring_index(self, position: Tensor) -> tuple[Tensor, Tensor]:
-        """The row and slot indices of the last tokens in a state, the newest last."""
-        token = position.unsqueeze(-1) + torch.arange(-self.spec.history, 0, device=position.device)
-        return self.rows.unsqueeze(-1), self.count + token % self.size
+    def _ring_index(self, position: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
+        """The indices of some rows, and those of the slots of their last tokens, the newest last."""
+        token = position[rows].unsqueeze(-1) + torch.arange(-self.spec.history, 0, device=position.device)
+        return rows.unsqueeze(-1), self.count + token % self.size
 
     def _slot(self, ctx: StepContext) -> Tensor:
         """The slot of the token of each row ``[r]``."""
@@ -112,16 +112,17 @@ class WindowSlots:
             far = SeenSinks(*first, rotated(own, rotation), far_bias)
         return window_softmax(own, self.k[:, :, last], self.v[:, :, last], bias, far, cap).to(q.dtype)
 
-    def state(self, position: Tensor) -> WindowState:
-        """A copy of the contents as a state, for rows at these positions."""
-        index = self._ring_index(position)
+    def state(self, position: Tensor, rows: Tensor | None = None) -> WindowState:
+        """A copy of the contents as a state, for rows at these positions; with `rows`, of some of them."""
+        rows = self.rows if rows is None else rows
+        index = self._ring_index(position, rows)
         by_slot = self.k.transpose(1, 2), self.v.transpose(1, 2)
         first, last = (
-            [x[:, : self.count].to(self.dtype, copy=True).contiguous() for x in by_slot],
+            [x[rows, : self.count].to(self.dtype).contiguous() for x in by_slot],
             [x[index].to(self.dtype) for x in by_slot],
         )
         slack = (self.slack + position - self.begin).clamp(max=self.spec.slack)
-        window = AttentionState(last[0], last[1], position.clone(), slack)
+        window = AttentionState(last[0], last[1], position[rows], slack[rows])
         return WindowState(first[0], first[1], window)
 
 
@@ -139,10 +140,12 @@ class LayerDecoder:
             assert isinstance(layer.memory, Memory) and isinstance(state.memory, NeuralMemoryState)
             self.memory = MemoryDecoder(layer.memory, state.memory, memory_mode)
 
-    def state(self, position: Tensor) -> AttachedLayerState:
-        """A copy of the state, for rows at these positions."""
+    def state(self, position: Tensor, rows: Tensor | None = None) -> AttachedLayerState:
+        """A copy of the state, for rows at these positions; with `rows`, of some of them."""
         memory = None if self.memory is None else self.memory.state()
-        return AttachedLayerState(self.window.state(position), memory)
+        if memory is not None and rows is not None:
+            memory = memory.rows(rows)
+        return AttachedLayerState(self.window.state(position, rows), memory)
 
     @property
     def diverged(self) -> Tensor | None:
@@ -215,6 +218,14 @@ class AttachedDecoder(Decoder):
     def _make_decoders(self, state: State) -> Any:
         pairs = zip(self.model.attached_layers, state.blocks, strict=True)
         return [LayerDecoder(layer, part, self.memory_mode) for layer, part in pairs]
+
+    @torch.no_grad()
+    def rows(self, index: list[int]) -> State:
+        if self.called is not None:
+            return self.called.rows(index)
+        rows = torch.tensor(index, device=self.device)
+        blocks = tuple(decoder.state(self.position, rows) for decoder in self.decoders)
+        return State(blocks, self.position[rows])
 
     def _altered(self) -> bool:
         return (

@@ -5,7 +5,7 @@ A template may come from an untrusted model folder. It is rendered in Jinja's sa
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from datetime import datetime
 
 from remanence.runtime.errors import first_line
@@ -30,21 +30,27 @@ class Turns:
 
     def text(self, line: str) -> str:
         """Return the text that the model reads before it answers the message `line`."""
+        text = self.conversation([{"role": "user", "content": line}], continues=self.has_started)
+        self.has_started = True
+        return text
+
+    def conversation(self, messages: Sequence[Mapping[str, str]], *, continues: bool) -> str:
+        """Return the text that the model reads before it answers the last of several messages, each with a `role` and
+        a `content`. `continues` says whether they follow an answer that the model has generated.
+        """
         if TEMPLATE not in self.words:
-            return f"\n{line}"
-        message = {"role": "user", "content": line}
-        if not self.has_started:
-            self.has_started = True
-            return self._render([message])
+            return "".join(f"\n{message['content']}" for message in messages)
+        if not continues:
+            return self._render(messages)
         earlier = [{"role": "user", "content": "?"}, {"role": "assistant", "content": PLACEHOLDER}]
-        _, found, text = self._render([*earlier, message]).partition(PLACEHOLDER)
+        _, found, text = self._render([*earlier, *messages]).partition(PLACEHOLDER)
         if not found:
             raise ValueError(
                 "chat_template: expected one that writes the messages of the assistant, got one that does not"
             )
         return text
 
-    def _render(self, messages: list[dict[str, str]]) -> str:
+    def _render(self, messages: Sequence[Mapping[str, str]]) -> str:
         """Render messages with the chat template, up to the start of the next answer."""
         from jinja2 import TemplateError
         from jinja2.ext import loopcontrols
@@ -60,6 +66,6 @@ class Turns:
         environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
         try:
             template = environment.from_string(self.words[TEMPLATE])
-            return template.render(messages=messages, add_generation_prompt=True, **self.words)
+            return template.render(messages=list(messages), add_generation_prompt=True, **self.words)
         except Exception as error:  # a template can raise anything
             raise ValueError(f"chat_template: cannot be used ({first_line(error)})") from None

@@ -252,6 +252,10 @@ class Decoder:
             return self.called
         return State(tuple(decoder.state(self.position) for decoder in self.decoders), self.position.clone())
 
+    def rows(self, index: list[int]) -> State:
+        """The state of some rows after all steps so far."""
+        return self.state.rows(index)
+
 
 def _decoder(block: Any, state: Any, memory_mode: Mode) -> MixerDecoder:
     """Return the mixer's own decoder for a block, or one that calls the whole block if the former would

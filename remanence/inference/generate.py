@@ -5,7 +5,7 @@ state.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -31,6 +31,19 @@ DIVERGED = "state: expected finite numbers, got a memory that has diverged; star
 Write = Literal["all", "prompt", "none"]
 """The text that generation writes to the neural memory: "all" (prompt and generated text), "prompt" or "none"."""
 WRITES: tuple[Write, ...] = ("all", "prompt", "none")
+
+
+def decoder_for(model: CausalModel, state: State, memory_mode: Mode) -> Decoder | None:
+    """A decoder that continues from a state, if the model has one that takes less time on its device than calls of the
+    model; else None.
+    """
+    if unsupported(model, memory_mode) is not None:  # type: ignore[arg-type]
+        return None
+    kind = decoder_class(model)
+    if model.device.type not in IN_PLACE and not kind.is_faster_on_cpu:
+        return None
+    found: Decoder = kind(model, state, memory_mode)
+    return found
 
 
 class Generation:
@@ -144,19 +157,8 @@ class Generation:
         )
         self._state = state
         if self.sampling.max_tokens > 0:
-            self._decoder = self._make_decoder(state)
+            self._decoder = decoder_for(self.model, state, self.modes[1])
         return self._check_finite(self.model.logits(last), state.diverged, [True] * len(self.prompts))
-
-    def _make_decoder(self, state: State) -> Decoder | None:
-        """The decoder of the model if it supports one that takes less time on its device than calling the model."""
-        model: Any = self.model
-        if unsupported(model, self.modes[1]) is not None:
-            return None
-        kind = decoder_class(model)
-        if model.device.type not in IN_PLACE and not kind.is_faster_on_cpu:
-            return None
-        found: Decoder = kind(model, state, self.modes[1])
-        return found
 
     @torch.no_grad()
     def _read_tokens(self, chosen: list[int], continues: list[bool]) -> Tensor:

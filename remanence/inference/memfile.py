@@ -80,6 +80,13 @@ class Fingerprint(NamedTuple):
     weights: str
 
 
+class Identity(NamedTuple):
+    """What a memory file says about its model: the configuration as data for JSON, and the fingerprint."""
+
+    config: dict[str, Any]
+    fingerprint: Fingerprint
+
+
 class HasWeights(Protocol):
     """Interface of a model whose configuration and parameters are saved to files."""
 
@@ -90,23 +97,34 @@ class HasWeights(Protocol):
 
 def fingerprint(model: HasWeights) -> Fingerprint:
     """Compute the fingerprint of a model, which identifies the model that a memory file belongs to."""
+    return identify(model).fingerprint
+
+
+def identify(model: HasWeights) -> Identity:
+    """Compute what a memory file says about its model. It reads all weights, also those of a pretrained model."""
     weights = hashlib.sha256()
     for name, parameter in sorted(
         (first_name(name), parameter) for name, parameter in model.saved_parameters()
     ):
         weights.update(f"{name} {list(parameter.shape)}".encode())
         weights.update(_tensor_bytes(parameter.detach().to("cpu", torch.bfloat16)))
-    config = first_fields("model", _config_dict(model))
-    return Fingerprint(hashlib.sha256(canonical(config)).hexdigest()[:32], weights.hexdigest()[:32])
+    own = _config_dict(model)
+    config = hashlib.sha256(canonical(first_fields("model", own))).hexdigest()
+    return Identity(own, Fingerprint(config[:32], weights.hexdigest()[:32]))
 
 
 def save(
-    path: str | Path, model: CausalModel, state: State, notes: Mapping[str, object] | None = None
+    path: str | Path,
+    model: CausalModel,
+    state: State,
+    notes: Mapping[str, object] | None = None,
+    *,
+    known: Identity | None = None,
 ) -> None:
     """Write a state to a memory file. A state that has diverged is refused.
 
     `notes` is any JSON data to store in the file. `remanence read` stores the number of tokens before its text, and a
-    session stores when sentences were read.
+    session stores when sentences were read. `known` is the result of `identify`, if the weights have not changed since.
     """
     if not isinstance(state, State):
         raise ValueError(f"state: expected the State a model returned, got {type(state).__name__}")
@@ -114,7 +132,7 @@ def save(
         raise DivergedError(
             "state: expected finite numbers, got a memory that has diverged; it was not saved"
         )
-    state = state.saved()
+    state, own = state.saved(), known or identify(model)
     # Parts of a state may share memory, which safetensors refuses, so they are copied. Large stores never do.
     tensors = {
         name: tensor.detach().to("cpu", copy=not is_lazy(name, tensor.nbytes)).contiguous()
@@ -124,8 +142,8 @@ def save(
     header = {
         "format": FORMAT,
         "schema": str(SCHEMA),
-        "config": _json(_config_dict(model)),
-        "fingerprint": json.dumps(fingerprint(model)),
+        "config": _json(own.config),
+        "fingerprint": json.dumps(own.fingerprint),
         "tokens": json.dumps(state.position.tolist()),
         "state": json.dumps({name: describe(tensor) for name, tensor in tensors.items()}),
         "notes": json.dumps(notes or {}),
@@ -136,29 +154,44 @@ def save(
     write_tensors(Path(path), tensors, {**header, "checksum": _checksum(tensors, header)}, digest=False)
 
 
-def load(path: str | Path, model: CausalModel, *, force: bool = False, verify: bool = False) -> State:
+def load(
+    path: str | Path,
+    model: CausalModel,
+    *,
+    force: bool = False,
+    verify: bool = False,
+    known: Identity | None = None,
+) -> State:
     """Load the state in a memory file, on the device of the model and in the dtypes of its state.
 
     Raises an error if the file does not fit the model. `force` accepts a file made with other weights or another
     pretrained model. `verify` also checks the checksums of large tensors, whose damage is otherwise not detected.
+    `known` is the result of `identify`, if the weights have not changed since.
     """
-    return load_with_notes(path, model, force=force, verify=verify)[0]
+    return load_with_notes(path, model, force=force, verify=verify, known=known)[0]
 
 
 def load_with_notes(
-    path: str | Path, model: CausalModel, *, force: bool = False, verify: bool = False
+    path: str | Path,
+    model: CausalModel,
+    *,
+    force: bool = False,
+    verify: bool = False,
+    known: Identity | None = None,
 ) -> tuple[State, dict[str, Any]]:
     """Like `load`, and return the notes in the file, too."""
     with opened(Path(path)) as file:
-        return _load(file, model, force, verify)
+        return _load(file, model, force, verify, known)
 
 
-def _load(file: Opened, model: CausalModel, force: bool, verify: bool) -> tuple[State, dict[str, Any]]:
+def _load(
+    file: Opened, model: CausalModel, force: bool, verify: bool, known: Identity | None
+) -> tuple[State, dict[str, Any]]:
     """Check an open memory file against the model and return its state and its notes; see `load`."""
     path, header = file.path, _read_header(file)
-    own = _config_dict(model)
+    own = known or identify(model)
     config = model.upgrade_config(upgrade_config(header.data["config"]), str(path))
-    found = [each for each in differences(config, own) if each[0] not in PLACES]
+    found = [each for each in differences(config, own.config) if each[0] not in PLACES]
     differing = [f"{name} is {theirs!r} in the file, {ours!r} in the model" for name, theirs, ours in found]
     if differing and [name for name, *_ in found] != ["base"]:
         raise ValueError(f"{path}: made by a model of another configuration: {'; '.join(differing)}")
@@ -167,7 +200,7 @@ def _load(file: Opened, model: CausalModel, force: bool, verify: bool) -> tuple[
             f"{path}: made by a model of another configuration: {differing[0]}, so it read with another pretrained "
             "model; --force (force=True) loads it anyway"
         )
-    if header.data["fingerprint"][1] != fingerprint(model).weights and not force:
+    if header.data["fingerprint"][1] != own.fingerprint.weights and not force:
         raise ValueError(
             f"{path}: made by the same configuration with other weights; --force (force=True) loads it anyway"
         )
@@ -457,7 +490,10 @@ def named_tensors(node: Any, path: str = "") -> Iterator[tuple[str, Tensor]]:
 
 def _check_finite(source: str, tensor: Tensor, unbounded: bool) -> None:
     """Raise an error if a tensor has NaN, infinite or very large values. `unbounded` allows -inf."""
-    if not tensor.is_floating_point():
+    if not tensor.is_floating_point() or not tensor.numel():
+        return
+    lowest, highest = tensor.aminmax()  # NaN if there is any
+    if float(lowest) >= -MAX_VALUE and float(highest) <= MAX_VALUE:
         return
     bad = tensor.isnan() | (tensor == torch.inf) if unbounded else ~tensor.isfinite()
     if bool(bad.any()):

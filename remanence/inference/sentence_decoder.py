@@ -8,7 +8,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from remanence.attached.sentences.model import SentenceModel, with_answer_tokens
+from remanence.attached.sentences.call import with_answer_tokens
+from remanence.attached.sentences.model import SentenceModel
 from remanence.attached.sentences.segments import ANSWER, Position
 from remanence.backbone import State
 from remanence.config import Mode
@@ -102,6 +103,15 @@ class SentenceDecoder:
         if self.inner is None or not any(self.tokens):
             return self.before
         return with_answer_tokens(self.model, self.before, self.tokens, self.inner.state)
+
+    @torch.no_grad()
+    def rows(self, index: list[int]) -> State:
+        """The state of some rows after all steps so far."""
+        before = self.before.rows(index)
+        if self.inner is None or not any(self.tokens):
+            return before
+        tokens = [self.tokens[row] for row in index]
+        return with_answer_tokens(self.model, before, tokens, self.inner.rows(index))
 
 
 DECODERS[SentenceModel] = SentenceDecoder

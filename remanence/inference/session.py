@@ -220,17 +220,37 @@ class Session:
                 self._current, self._has_answered = generation.state, True
                 self._note_time()
 
-    def save(self, path: str | Path, notes: Mapping[str, object] | None = None) -> None:
+    def advance(self, state: State, *, is_answer: bool = False) -> None:
+        """Replace the state by one after more text, which was read elsewhere for this session. `is_answer` says whether
+        its last tokens were generated.
+        """
+        self._check_idle("state")
+        self._current, self._has_answered = state, is_answer
+        self._note_time()
+
+    @property
+    def has_answered(self) -> bool:
+        """Whether the last tokens were generated: text that is read next is not part of them."""
+        return self._has_answered
+
+    def save(
+        self,
+        path: str | Path,
+        notes: Mapping[str, object] | None = None,
+        *,
+        known: memfile.Identity | None = None,
+    ) -> None:
         """Write the state to a memory file, which appears only once it is complete. The text is not written, except
         for the sentences that a memory of sentences stores, with the times at which they were read. `notes` is JSON
-        data to store in the file.
+        data to store in the file. `known` is the result of `memfile.identify`, if the weights have not
+        changed since.
         """
-        known = dict(notes or {})
+        written = dict(notes or {})
         if isinstance(self.model, StoresSentences):
             (stored,) = self.model.stored(self.state)
-            known[NOTE] = self._times.since(stored[0].start if stored else self.tokens)
-            known[ANSWERED] = self._has_answered
-        memfile.save(path, self.model, self.state, known)
+            written[NOTE] = self._times.since(stored[0].start if stored else self.tokens)
+            written[ANSWERED] = self._has_answered
+        memfile.save(path, self.model, self.state, written, known=known)
 
     # Stored sentences.
 
@@ -277,14 +297,22 @@ class Session:
             )
         return self.model, self.model.stored(self.state)
 
-    def load(self, path: str | Path, *, force: bool = False, verify: bool = False) -> Session:
+    def load(
+        self,
+        path: str | Path,
+        *,
+        force: bool = False,
+        verify: bool = False,
+        known: memfile.Identity | None = None,
+    ) -> Session:
         """Replace the state by the one in a memory file, and return this session.
 
         `force` accepts a file made with other weights. `verify` also checks large stores, which are otherwise
-        read from the file only when they are used.
+        read from the file only when they are used. `known` is the result of `memfile.identify`, if the weights have not
+        changed since.
         """
         self._check_idle("load")
-        state, notes = memfile.load_with_notes(path, self.model, force=force, verify=verify)
+        state, notes = memfile.load_with_notes(path, self.model, force=force, verify=verify, known=known)
         if len(state.position) != 1:
             raise ValueError(f"{path}: expected the memory of one document, got {len(state.position)}")
         times = ReadTimes.from_json(str(path), notes.get(NOTE, []))

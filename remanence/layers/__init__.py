@@ -11,6 +11,7 @@ from remanence.layers.gates import GateProjection
 from remanence.layers.linear import Linear, matmul_dtype, project
 from remanence.layers.norm import RMSNorm, l2_normalize
 from remanence.layers.rotary import Rotary, rotary_from_start
+from remanence.layers.sparse_features import SparseFeatures
 from remanence.runtime.module import Module, assign
 
 __all__ = [
@@ -21,6 +22,7 @@ __all__ = [
     "RMSNorm",
     "Rotary",
     "ShortConv",
+    "SparseFeatures",
     "SwiGLU",
     "assign",
     "l2_normalize",

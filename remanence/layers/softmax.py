@@ -78,9 +78,10 @@ def sliding_attention(
     window: int,
     position: Int[Tensor, " r"] | None,
     lse: bool = False,
+    compiled: bool = True,
 ) -> Float[Tensor, "r t h e"]:
     """Attention of each query over the persistent keys ``[p h e]`` and a window of keys that ends with its own. The
-    cost is linear in t.
+    cost is linear in t. With `compiled`, FlexAttention is used where it is supported; it is compiled for each shape.
 
     A long call is split into blocks of queries, each of which is multiplied only with the keys in its window::
 
@@ -91,7 +92,7 @@ def sliding_attention(
     rows, queries, cached = q.shape[0], q.shape[1], k.shape[1] - q.shape[1]
     persistent = prefix[0].shape[0]
     block = max(window // 2, 16)
-    if q.is_cuda and q.dtype != torch.float64 and queries > block and q.shape[-1] >= 16:
+    if compiled and q.is_cuda and q.dtype != torch.float64 and queries > block and q.shape[-1] >= 16:
         return flex_sliding_attention(q, k, v, prefix, window, position, lse)
     if position is None:
         position = torch.zeros(1, dtype=torch.int64, device=q.device)

@@ -5,13 +5,16 @@ and input checks.
 from __future__ import annotations
 
 from dataclasses import fields, is_dataclass, replace
+from math import log
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from remanence.config import MemoryConfig
-from remanence.layers import assign
-from remanence.ops import MLP, NETS, RULES, Deep, Gates, Net, Rule
+from remanence.layers import Features, SparseFeatures, assign
+from remanence.ops import MLP, NETS, RULES, Deep, FeatureNet, Gates, Net, Rule, Sparse
+from remanence.ops.nets import is_matrix
 from remanence.ops.rules import is_linear
 from remanence.runtime.choices import check_choice
 
@@ -24,7 +27,7 @@ token beyond this limit could make all others vanish in float32.
 """
 
 
-def resolve_net(config: MemoryConfig) -> Net | Deep:
+def resolve_net(config: MemoryConfig) -> Net | FeatureNet:
     """Return the entry of NETS that a configuration names, with the configuration's changes applied to it."""
     check_choice("net", config.net, NETS)
     net = NETS[config.net]
@@ -37,12 +40,26 @@ def resolve_net(config: MemoryConfig) -> Net | Deep:
     return replace(net, **changes) if changes else net
 
 
+def make_features(net: Net | FeatureNet, heads: int, width: int) -> Features | SparseFeatures | None:
+    """Return the module that computes the features of keys and queries, or None if they are the keys themselves."""
+    if isinstance(net, Sparse):
+        return SparseFeatures(heads, width, net.features(width), net.keep, learned=net.learned)
+    if isinstance(net, Deep) and net.depth > 1:
+        return Features(heads, width, net.hidden(width), net.depth - 1)
+    return None
+
+
 def resolve_rule(config: MemoryConfig, net: Net) -> Rule:
     """Return the entry of RULES that a configuration names. By default, a rule is made token-exact where that
     has no extra cost.
     """
     check_choice("rule", config.rule, RULES)
     rule = RULES[config.rule]
+    if rule.forget_channels and not is_matrix(net):
+        raise ValueError(
+            f"net: the rule {config.rule!r} has a forget gate for each channel, which needs the net 'deep' or "
+            f"'linear', got {config.net!r}"
+        )
     if not is_linear(rule):
         if config.anchor not in (None, rule.anchor):
             raise ValueError(
@@ -62,16 +79,17 @@ def resolve_rule(config: MemoryConfig, net: Net) -> Rule:
 class InitialMemory(nn.Module):
     """The learned initial weights of the memory, per head. In a deep memory, their output is added to the
     output of the updated weights, and the forget gate does not affect them. This is a separate module, so
-    that it can be reset alone.
+    that it can be reset alone. `keys` is the number of features of a key, if it is not the width.
     """
 
-    def __init__(self, net: Net, heads: int, width: int) -> None:
+    def __init__(self, net: Net, heads: int, width: int, keys: int | None = None) -> None:
         super().__init__()
         # In a tuple, so that a net that is itself a module is not registered as a submodule.
         self._init_args = (
             net,
             heads,
             width,
+            width if keys is None else keys,
         )
         device = torch.empty(0).device
         for index, weight in enumerate(self._draw(meta=device.type == "meta")):
@@ -79,9 +97,10 @@ class InitialMemory(nn.Module):
 
     def _draw(self, meta: bool = False) -> tuple[Tensor, ...]:
         """Return newly drawn initial weights ``[h ...]`` on the CPU, or on the meta device."""
-        net, heads, width = self._init_args
+        net, heads, width, keys = self._init_args
+        wide: dict[str, Any] = {} if keys == width else {"values": width}
         with torch.device("meta" if meta else "cpu"):  # the same random numbers on every device
-            return net.init(heads, width)
+            return net.init(heads, keys, **wide)
 
     def reset_parameters(self) -> None:
         for parameter, weight in zip(self.parameters(), self._draw(), strict=True):
@@ -96,12 +115,20 @@ def apply_threshold(gates: Gates, least: float) -> Gates:
     written = above > 0
     # Where nothing is written, 1 replaces the argument of the log, whose gradient would be NaN.
     share = above.where(written, 1.0) / (1 - least)
+    log_step, keep = share.log().where(written, CLOSED_LOG_GATE), gates.log_keep
+    if keep is not None:
+        by_channel = keep.dim() > share.dim()
+        share, written = (x.unsqueeze(-1) if by_channel else x for x in (share, written))
+        keep = (keep * share).where(written, 0.0)
+    return Gates(log_step, gates.log_momentum, keep)
+
+
+def mean_over_channels(gates: Gates) -> Gates:
+    """Return gates ``[b t h]`` in which a forget gate for each channel is replaced by its mean over channels."""
     keep = gates.log_keep
-    return Gates(
-        share.log().where(written, CLOSED_LOG_GATE),
-        gates.log_momentum,
-        None if keep is None else (keep * share).where(written, 0.0),
-    )
+    if keep is None or keep.dim() == gates.log_step.dim():
+        return gates
+    return gates._replace(log_keep=keep.logsumexp(-1) - log(keep.shape[-1]))
 
 
 def check_input(x: Tensor, dim: int, dtype: torch.dtype, *, values: bool) -> None:

@@ -102,7 +102,7 @@ class IvfSearch:
             if known and int((~same).sum()) * 4 <= entries:
                 return False
         slots = (position >= 0).nonzero().squeeze(-1)
-        keys = state.keys(row, torch.float32).cpu()
+        keys = state.read_keys(row, torch.float32).cpu()
         heads = [self._build(keys[slots, head], slots) for head in range(keys.shape[1])]
         sample = slots[torch.linspace(0, len(slots) - 1, 64, device=slots.device).long()]
         self._rows[row] = _RowIndex(position, heads, sample, _sampled_keys(state, row, sample))
@@ -169,7 +169,7 @@ class IvfSearch:
         """
         place = slots.clamp(min=0)
         dtype = torch.promote_types(q.dtype, torch.float32)
-        keys = one.keys((0, place, torch.arange(q.shape[1], device=q.device).view(-1, 1)), dtype)
+        keys = one.read_keys((0, place, torch.arange(q.shape[1], device=q.device).view(-1, 1)), dtype)
         score = (keys @ q.to(dtype).unsqueeze(-1)).squeeze(-1)
         good = (slots >= 0) & unchanged[place] & (one.position[0][place] <= max_position.view(-1, 1, 1))
         return score.masked_fill(~good, -torch.inf)
@@ -195,7 +195,7 @@ class IvfSearch:
 
 def _sampled_keys(state: StoreState, row: int, sample: Tensor) -> Tensor:
     """Return the keys of some slots of a row, on the CPU."""
-    return state.keys((row, sample.to(state.k.device)), torch.float32).cpu()
+    return state.read_keys((row, sample.to(state.k.device)), torch.float32).cpu()
 
 
 def _faiss() -> ModuleType:

@@ -12,7 +12,6 @@ from torch import Tensor
 
 from remanence.config import MemoryConfig, build, change
 from remanence.layers import (
-    Features,
     GateProjection,
     Linear,
     Module,
@@ -21,10 +20,18 @@ from remanence.layers import (
     per_head_matmul,
     project,
 )
-from remanence.memory.components import InitialMemory, apply_threshold, check_input, resolve_net, resolve_rule
+from remanence.memory.components import (
+    InitialMemory,
+    apply_threshold,
+    check_input,
+    make_features,
+    mean_over_channels,
+    resolve_net,
+    resolve_rule,
+)
 from remanence.memory.observation import current_observer
 from remanence.ops import (
-    Deep,
+    FeatureNet,
     Gates,
     MemoryState,
     Net,
@@ -75,7 +82,7 @@ class NeuralMemoryState(_NeuralMemoryState, TensorTuple):
 
 class Trace(NamedTuple):
     """The result of `NeuralMemory.trace`: the output, the state, and the surprise and log gates of every
-    token and head (0 at padding).
+    token and head (0 at padding). Of a forget gate for each channel, it is the log of the mean over channels.
     """
 
     y: Tensor
@@ -114,22 +121,25 @@ class NeuralMemory(Module):
         self.config = change(config, fields) if config is not None else build(MemoryConfig, fields)
         c = self.config
         net = resolve_net(c)
-        self.deep = isinstance(net, Deep)
-        self.net: Net = net.fast if isinstance(net, Deep) else net  # updated at test time
+        self.deep = isinstance(net, FeatureNet)
+        self.net: Net = net.fast if isinstance(net, FeatureNet) else net  # updated at test time
         self.rule = resolve_rule(c, self.net)
         self.heads, self.head_dim = c.shape
-        self.features: Features | None = None
-        if isinstance(net, Deep) and net.depth > 1:
-            self.features = Features(self.heads, self.head_dim, net.hidden(self.head_dim), net.depth - 1)
+        self.features = make_features(net, self.heads, self.head_dim)
+        self.key_dim = net.features(self.head_dim) if isinstance(net, FeatureNet) else self.head_dim
         self.q_proj, self.k_proj, self.v_proj, self.g_proj = (Linear(c.dim, c.inner) for _ in range(4))
         self.q_conv, self.k_conv, self.v_conv = (ShortConv(c.inner, c.conv, c.chunk - 1) for _ in range(3))
         step_bias = -log(10 * getattr(net, "depth", 2)) if c.step_bias is None else c.step_bias
         biases = {"step": step_bias, "momentum": c.momentum_bias, "forget": c.forget_bias}
-        self.gate_names = ["step", *["momentum"] * self.rule.momentum, *["forget"] * self.rule.forget]
+        by_head = self.rule.forget and not self.rule.forget_channels
+        self.gate_names = ["step", *["momentum"] * self.rule.momentum, *["forget"] * by_head]
         self.gates = GateProjection(c.dim, self.heads, [biases[name] for name in self.gate_names])
+        self.channel_gates: GateProjection | None = None
+        if self.rule.forget_channels:
+            self.channel_gates = GateProjection(c.dim, self.heads * self.key_dim, [c.forget_bias])
         self.norm = RMSNorm(self.head_dim)
         self.o_proj = Linear(c.inner, c.dim)
-        self.initial = InitialMemory(self.net, self.heads, self.head_dim)
+        self.initial = InitialMemory(self.net, self.heads, self.head_dim, self.key_dim)
         self.checks = (
             True  # on a CPU, check that x is finite; models turn this off, as their loss and state show it
         )
@@ -158,7 +168,9 @@ class NeuralMemory(Module):
         weights = tuple(weight.to(dtype) for weight in self.initial.parameters())
         if self.deep:
             weights = tuple(torch.zeros_like(weight) for weight in weights)
-        memory = start(weights, rows, rule=self.rule, chunk=self.config.chunk, width=self.head_dim)
+        memory = start(
+            weights, rows, rule=self.rule, chunk=self.config.chunk, width=self.head_dim, keys=self.key_dim
+        )
         q, k, v = (conv.start(rows, weights[0].detach()) for conv in (self.q_conv, self.k_conv, self.v_conv))
         return NeuralMemoryState(memory, (q, k, v))
 
@@ -235,7 +247,7 @@ class NeuralMemory(Module):
             y = y + torch.cat([weight.flatten()[:0] for weight in self.initial.parameters()]).sum().to(
                 y.dtype
             )
-        return Trace(y, NeuralMemoryState(memory, conv), surprise, gates)
+        return Trace(y, NeuralMemoryState(memory, conv), surprise, mean_over_channels(gates))
 
     def read(
         self,
@@ -325,7 +337,7 @@ class NeuralMemory(Module):
 
     def log_gates(self, x: Tensor) -> Gates:
         """Return the logarithms of step size, momentum and retention (1 - forget gate) of every token and
-        head.
+        head, or channel of a head.
         """
         logs = dict(
             zip(
@@ -334,10 +346,15 @@ class NeuralMemory(Module):
                 strict=True,
             )
         )
+        if self.channel_gates is not None:
+            (keep,) = self.channel_gates.log_sigmoids(x, [True])
+            logs["forget"] = keep.unflatten(-1, (self.heads, -1))
         gates = Gates(logs["step"], logs.get("momentum"), logs.get("forget"))
-        if self.config.threshold == 0:
-            return gates
-        return apply_threshold(gates, self.config.threshold)
+        if self.config.threshold != 0:
+            gates = apply_threshold(gates, self.config.threshold)
+        if self.rule.max_step != 1:
+            gates = gates._replace(log_step=gates.log_step + log(self.rule.max_step))
+        return gates
 
     def _initial_state(self, x: Tensor, rows: int) -> NeuralMemoryState:
         """Return the initial state of `rows` documents, in float64 if x is float64."""

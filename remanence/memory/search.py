@@ -105,7 +105,7 @@ def exact(
             if few and state.k.dtype != dtype:
                 keys = _converted_keys(state, row, slots, head, dtype)
             else:
-                whole = state.keys((row, slots, head), dtype).transpose(1, 2)
+                whole = state.read_keys((row, slots, head), dtype).transpose(1, 2)
                 keys = [whole.contiguous() if tokens > FEW_QUERIES else whole]
             for start in range(0, tokens, queries):
                 some = (row, slice(start, start + queries), head)
@@ -191,7 +191,7 @@ def attend(
     rows, heads = torch.arange(q.shape[0], device=q.device), torch.arange(q.shape[2], device=q.device)
     place = (rows.view(-1, 1, 1, 1), found.index.clamp(min=0), heads.view(-1, 1))
     wide = torch.promote_types(q.dtype, torch.float32)
-    k, v = state.keys(place, wide).detach(), state.values(place, q.dtype).detach()
+    k, v = state.read_keys(place, wide).detach(), state.read_values(place, q.dtype).detach()
     score = (k @ q.to(wide).unsqueeze(-1)).squeeze(-1)
     weight, lse = _softmax(score, scale, found.index < 0)
     return (weight.to(v.dtype).unsqueeze(-2) @ v).squeeze(-2), lse
@@ -251,7 +251,7 @@ def _converted_keys(
     at_once = max(16, CONVERTED // max(1, state.k[row, :1, head].numel()))
     for first in range(slots.start, slots.stop, at_once):
         part = slice(first, min(first + at_once, slots.stop))
-        yield state.keys((row, part, head), dtype).transpose(1, 2)
+        yield state.read_keys((row, part, head), dtype).transpose(1, 2)
 
 
 def _visible_entries(position: Tensor, max_position: Tensor) -> str:
@@ -317,8 +317,8 @@ def _attend_to_all(q: Tensor, mask: Tensor, state: StoreState, scale: Tensor) ->
     for first in range(0, state.size, block):
         slots = slice(first, first + block)
         index, wide = (slice(None), slots), torch.promote_types(q.dtype, torch.float32)
-        k = state.keys(index, wide).detach().transpose(1, 2)
-        v = state.values(index, q.dtype).detach().transpose(1, 2)
+        k = state.read_keys(index, wide).detach().transpose(1, 2)
+        v = state.read_values(index, q.dtype).detach().transpose(1, 2)
         score = (q.to(wide).transpose(1, 2) @ k.transpose(2, 3)).transpose(1, 2)
         weight, lse = _softmax(score, scale, mask[..., slots] == -torch.inf)
         part = (weight.to(v.dtype).transpose(1, 2) @ v).transpose(1, 2)

@@ -79,12 +79,12 @@ class StoreState(_StoreState, TensorTuple):
 
     __slots__ = ()
 
-    def keys(self, index: Any, dtype: torch.dtype) -> Tensor:
+    def read_keys(self, index: Any, dtype: torch.dtype) -> Tensor:
         """The keys at an index of the axes ``[r size h]``, in a floating-point dtype, on the device of `position`."""
         return dequantize(*self._at(index, self.k, self.k_scale), dtype)
 
-    def values(self, index: Any, dtype: torch.dtype) -> Tensor:
-        """The values at an index of the axes ``[r size h]``, as `keys`."""
+    def read_values(self, index: Any, dtype: torch.dtype) -> Tensor:
+        """The values at an index of the axes ``[r size h]``, as `read_keys`."""
         return dequantize(*self._at(index, self.v, self.v_scale), dtype)
 
     def _at(self, index: Any, x: Tensor, scale: Tensor | None) -> tuple[Tensor, Tensor | None]:
@@ -98,7 +98,7 @@ class StoreState(_StoreState, TensorTuple):
         """Return the state with keys and values as float32, if they are int8; else the state itself."""
         if self.k_scale is None:
             return self
-        k, v = self.keys((), torch.float32), self.values((), torch.float32)
+        k, v = self.read_keys((), torch.float32), self.read_values((), torch.float32)
         return self._replace(k=k, v=v, k_scale=None, v_scale=None)
 
     @property

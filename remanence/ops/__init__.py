@@ -5,9 +5,12 @@ differs), r rows of a state (one per document), c tokens of a chunk, n chunks, m
 per weight in a state (2: the weight and its momentum; 1: the weight alone).
 """
 
-from remanence.ops import large_chunk as large_chunk  # adds to NETS and RULES
+from remanence.ops import channel_decay as channel_decay  # these add to NETS and RULES
+from remanence.ops import large_chunk as large_chunk
+from remanence.ops import miras as miras
+from remanence.ops import omega as omega
 from remanence.ops.clamp import clamped, reset_clamped
-from remanence.ops.nets import MLP, NETS, Deep, Net
+from remanence.ops.nets import MLP, NETS, Deep, FeatureNet, Net, Sparse
 from remanence.ops.operator import BACKENDS, current_weights, memorize, query, recall, start
 from remanence.ops.rules import LOSSES, RULES, LinearRule, Rule
 from remanence.ops.state import Gates, MemoryState, RuleState
@@ -20,12 +23,14 @@ __all__ = [
     "NETS",
     "RULES",
     "Deep",
+    "FeatureNet",
     "Gates",
     "LinearRule",
     "MemoryState",
     "Net",
     "Rule",
     "RuleState",
+    "Sparse",
     "clamped",
     "current_weights",
     "memorize",

@@ -10,7 +10,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from remanence.ops.nets import MLP, Deep, Net
+from remanence.ops.nets import MLP, FeatureNet, Net, is_matrix
 from remanence.ops.rules import LOSSES, Rule, is_linear
 from remanence.ops.state import Gates, MemoryState
 
@@ -79,9 +79,10 @@ def check_offsets(
 
 def check_net_and_rule(net: object, rule: object) -> None:
     """Raise ValueError if the operator cannot run this net or this rule."""
-    if isinstance(net, Deep):
+    if isinstance(net, FeatureNet):
         raise ValueError(
-            "net: expected the fast weights' net of a deep memory (net.fast, with features as keys), got Deep"
+            "net: expected the fast weights' net of a memory with features (net.fast, with features as keys), "
+            f"got {type(net).__name__}"
         )
     if not isinstance(net, Net):
         raise ValueError(f"net: expected an object with init and apply, got {type(net).__name__}")
@@ -238,6 +239,10 @@ def check_arguments(
         raise ValueError(
             "rule: anchor='token' needs a memory linear in its weights (depth=1, norm=False); use chunk=1 for this net"
         )
+    if rule.forget_channels and not is_matrix(net):
+        raise ValueError(
+            "rule: a forget gate for each channel needs a memory that is a matrix; use net='linear' or 'deep'"
+        )
     borders = check_state(q, state, net, rule, chunk, offsets)
     wide = state.v.shape[-1]
     for name, x, like in (
@@ -260,7 +265,9 @@ def check_arguments(
                     f"gates.{name}: expected None, because the rule does not use it, got a tensor"
                 )
             continue
-        _check_shape(f"gates.{name}", gate, tuple(q.shape[:3]), "batch, tokens, heads")
+        by_channel = name == "log_keep" and rule.forget_channels
+        shape, axes = (q.shape, ", channels") if by_channel else (q.shape[:3], "")
+        _check_shape(f"gates.{name}", gate, tuple(shape), f"batch, tokens, heads{axes}")
         if gate.dtype != state.k.dtype or gate.device != q.device:
             raise ValueError(
                 f"gates.{name}: expected {state.k.dtype} on {q.device}, got {gate.dtype} on {gate.device}"

@@ -99,7 +99,14 @@ def _update_per_token(
     def loss(weights: Weights, k: Tensor, v: Tensor) -> Tensor:
         return rule.loss_function(net.apply(weights, k), v)
 
-    is_parallel = rule.anchor == "chunk" and type(rule).gradient_at is Rule.gradient_at
+    def objective(weights: Weights, k: Tensor, v: Tensor, buffers: Weights) -> tuple[Tensor, Tensor]:
+        own = loss(weights, k, v)
+        return rule.objective(own, lambda keys: net.apply(weights, keys), buffers), own
+
+    kept = ("gradient_at", "observe", "objective")
+    is_parallel = rule.anchor == "chunk" and all(
+        getattr(type(rule), name) is getattr(Rule, name) for name in kept
+    )
     if is_parallel:
         found, losses = vmap(grad_and_value(loss), in_dims=(None, 0, 0))(start.weights, k, v)
     now, first, answers, surprises = start, k.shape[0] - q.shape[0], [], []
@@ -108,8 +115,9 @@ def _update_per_token(
         if is_parallel:
             u, surprise = tuple(x[t] for x in found), losses[t]
         else:
+            now = RuleState(now.weights, rule.observe(now.buffers, k[t], v[t]))
             at = rule.gradient_at((now if rule.anchor == "token" else start).weights, gates_t)
-            u, surprise = grad_and_value(loss)(at, k[t], v[t])
+            u, (_, surprise) = grad_and_value(objective, has_aux=True)(at, k[t], v[t], now.buffers)
         now = _checked_update(rule, now, u, gates_t)
         surprises.append(surprise)
         if t >= first:

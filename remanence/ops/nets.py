@@ -124,6 +124,11 @@ class MLP:
         return x + y if self.residual else y
 
 
+def is_matrix(net: object) -> bool:
+    """Whether a memory net is a matrix: its answers are ``x @ W``."""
+    return isinstance(net, MLP) and net.rectangular and not net.bias
+
+
 @dataclass(frozen=True, kw_only=True)
 class Deep:
     """A deep memory with stable dynamics, ``phi(x) (A + W)``. Only W is written at test time.
@@ -154,9 +159,58 @@ class Deep:
         """The net of the fast weights W, which are written at test time. It is a single matrix."""
         return MLP(depth=1, norm=False, residual=False)
 
+    def features(self, width: int) -> int:
+        """Return the number of features of a key, for heads of this width."""
+        return width
+
     def hidden(self, width: int) -> int:
         """Return the number of gated features in each of the first layers, for heads of this width."""
         return max(1, round(self.expansion * width))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sparse:
+    """A memory of wide, sparse features, ``phi(x) (A + W)``, as `Deep` but for phi: the `keep` largest of many products
+    of the key (`remanence.layers.SparseFeatures`).
+
+    Keys that are merely similar share few features, so a matrix of them holds many more pairs than one of the keys
+    themselves, and a write touches `keep` rows. phi does not depend on the state and is at most of length 1, so an
+    update contracts as in `Deep`.
+    """
+
+    expansion: float = 8.0
+    """The number of features as a multiple of the head width."""
+    keep: int = 32
+    """How many features are not zero."""
+    learned: bool = True
+    """Whether the expansion is trained, or random and fixed."""
+
+    def __post_init__(self) -> None:
+        if not 0 < self.expansion < math.inf:
+            raise ValueError(f"expansion: expected a positive number, got {self.expansion!r}")
+        if self.keep < 1:
+            raise ValueError(f"keep: expected at least 1, got {self.keep!r}")
+
+    @property
+    def fast(self) -> MLP:
+        """The net of the fast weights W, which are written at test time. It is a single matrix."""
+        return MLP(depth=1, norm=False, residual=False)
+
+    def features(self, width: int) -> int:
+        """Return the number of features of a key, for heads of this width: at least `keep`."""
+        return max(self.keep, round(self.expansion * width))
+
+
+@runtime_checkable
+class FeatureNet(Protocol):
+    """A net of which only a last matrix is written, at features of the keys that `NeuralMemory` computes. The operator
+    receives the features as keys, and `fast` as the net.
+    """
+
+    @property
+    def fast(self) -> MLP: ...
+
+    def features(self, width: int) -> int: ...
 
 
 def overflow_scale(x: Tensor) -> Tensor:
@@ -180,6 +234,8 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"gelu": F.gelu, "silu": F.
 
 NETS: dict[str, Any] = {
     "deep": Deep(),
+    "sparse": Sparse(),
+    "sparse_random": Sparse(learned=False),
     "titans": MLP(),
     "residual": MLP(norm=False),
     "linear": MLP(depth=1, norm=False, residual=False),

@@ -22,7 +22,7 @@ from remanence.ops.checks import (
 )
 from remanence.ops.closed_form import unsupported_reason
 from remanence.ops.layout import from_rows, to_rows
-from remanence.ops.nets import MLP, NETS, Net
+from remanence.ops.nets import MLP, NETS, Net, is_matrix
 from remanence.ops.rules import RULES, Rule, is_linear, pack_state
 from remanence.ops.state import Gates, MemoryState, Weights, initial_state
 from remanence.ops.triton import dispatch, layer, memory
@@ -61,7 +61,14 @@ def start(
     first = [weight.expand(rows, *weight.shape) for weight in weights]
     layers, buffers = pack_state(rule, first, momentum or _initial_buffers(weights, rows, rule))
     return initial_state(
-        layers, buffers, chunk=chunk, keys=keys, values=width, momentum=rule.momentum, forget=rule.forget
+        layers,
+        buffers,
+        chunk=chunk,
+        keys=keys,
+        values=width,
+        momentum=rule.momentum,
+        forget=rule.forget,
+        forget_channels=rule.forget_channels,
     )
 
 
@@ -103,7 +110,8 @@ def memorize(
         k: keys. They should be normalised: the step size is relative to their squared length.
         v: values. Their width is that of the keys, or any width if the net is a matrix (`NETS["linear"]`). Answers
             have the width of the values.
-        gates: logarithms of step size, momentum and retention, ``[b t h]`` each; see `Gates`.
+        gates: logarithms of step size, momentum and retention, ``[b t h]`` each (for a rule with `forget_channels`, the
+            last is ``[b t h f]``); see `Gates`.
         state: the result of `start` or of the previous call. It has one row per batch row, or per packed document.
         net: the function that the memory computes: `MLP(...)`, an entry of `NETS`, or any object with ``init``
             and ``apply``.
@@ -211,10 +219,9 @@ def query(
     if q.shape[0] == 0 or q.shape[1] == 0:
         return q.new_zeros(*q.shape[:3], weights[-1].shape[-1]) if isinstance(net, MLP) else q
     with torch.autocast(q.device.type, enabled=False):
-        matrix = isinstance(net, MLP) and net.rectangular and not net.bias
         widest = max(q.shape[-1], weights[0].shape[-1])
         # This rounds in the same way as the kernels.
-        if matrix and q.dtype == torch.bfloat16 and layer.is_supported(q, width=widest):
+        if is_matrix(net) and q.dtype == torch.bfloat16 and layer.is_supported(q, width=widest):
             queries, index = to_rows(q, borders)
             return from_rows(layer.per_head_matmul(queries, weights[0]), index)
         queries, index = to_rows(q.to(weights[0].dtype), borders)

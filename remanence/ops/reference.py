@@ -34,14 +34,19 @@ def memorize_document(
     def loss(W: Weights, t: int) -> Tensor:  # eq. 12
         return rule.loss_function(net.apply(W, k[t]), v[t])
 
+    def objective(W: Weights, t: int, buffers: Weights) -> tuple[Tensor, Tensor]:
+        own = loss(W, t)
+        return rule.objective(own, lambda keys: net.apply(W, keys), buffers), own
+
     start = now = state
     answers, surprises = [], []
     for t in range(k.shape[0]):
         first, ends = t - t % chunk, (t + 1) % chunk == 0
         if rule.granularity == "token":
             gates_t = gates.select(t)
+            now = RuleState(now.weights, rule.observe(now.buffers, k[t], v[t]))
             W = rule.gradient_at((now if rule.anchor == "token" else start).weights, gates_t)
-            u, surprise = grad_and_value(loss)(W, t)
+            u, (_, surprise) = grad_and_value(objective, has_aux=True)(W, t, now.buffers)
             now = rule.update(now, u, gates_t)  # eqs. 13 and 14
         else:
             surprise = loss(start.weights, t)

@@ -58,13 +58,17 @@ class Rule:
     """Base class of update rules: subclass it, define `update`, and add an instance to `RULES`.
 
     The operator, the layer, streaming, decoding and memory files need no more than `update`, and `init_state` if the
-    rule keeps buffers beside the weights. `update` is written for one head and one document; torch.func.vmap maps it
-    over heads and rows, so it must not modify its arguments or branch on their values.
+    rule keeps buffers beside the weights; `observe` and `objective` are for losses of several tokens. `update` is
+    written for one head and one document; torch.func.vmap maps it over heads and rows, so it must not modify its
+    arguments or branch on their values.
 
     ``Rule(momentum=False, ...)`` makes a `LinearRule`.
 
     Attributes:
         momentum, forget: whether the rule takes a momentum gate and a forget gate beside the step size.
+        max_step: the largest step size that a layer's gate gives. The operator takes any step size.
+        forget_channels: whether the forget gate has a value for each channel of the keys. The memory must then be a
+            matrix.
         granularity: "token": `update` is called for every token, with the gradient of that token's loss. "chunk": it is
             called once for a chunk, with the gradient of the chunk's losses, weighted by their step sizes and summed.
         anchor: the weights at which the gradient is taken: "chunk", those at the start of the chunk; "token" (only with
@@ -76,6 +80,8 @@ class Rule:
 
     momentum: bool = False
     forget: bool = False
+    forget_channels: bool = False
+    max_step: float = 1.0
     granularity: Literal["token", "chunk"] = "token"
     anchor: Literal["chunk", "token"] = "chunk"
     read: Literal["token", "chunk"] = "token"
@@ -92,8 +98,8 @@ class Rule:
         Args:
             state: the head's weights and buffers before the update; with granularity "chunk", at the chunk's start.
             gradients: one gradient for each weight, in the weight's shape.
-            gates: logarithms of the token's gates, scalars; with granularity "chunk", of the gates of all tokens of
-                the chunk, ``[c]`` each (with ``read="token"``, of the tokens so far).
+            gates: logarithms of the token's gates, scalars (``[f]`` with `forget_channels`); with granularity "chunk",
+                of the gates of all tokens of the chunk, ``[c]`` each (with ``read="token"``, of the tokens so far).
         """
         raise NotImplementedError(f"{type(self).__name__}: expected a method update(state, gradients, gates)")
 
@@ -109,10 +115,40 @@ class Rule:
         """
         return weights
 
+    def observe(self, buffers: Weights, k: Tensor, v: Tensor) -> Weights:
+        """Return the buffers with a token's key and value, before its gradient is taken. Used with granularity
+        "token" only.
+        """
+        return buffers
+
+    def objective(self, loss: Tensor, predict: Callable[[Tensor], Tensor], buffers: Weights) -> Tensor:
+        """Return what a token's gradient is taken of: by default `loss`, that of the token itself. `predict` are the
+        answers to any keys ``[... f]``. Used with granularity "token" only.
+        """
+        return loss
+
+    def parallel_chunk(
+        self, q: Tensor, k: Tensor, v: Tensor, gates: Gates, state: RuleState
+    ) -> tuple[Tensor, Tensor, RuleState]:
+        """Compute a chunk of a matrix memory at once, in PyTorch operations that autograd can differentiate. Return the
+        answers ``[m c' e]``, the surprise ``[m c]`` and the end state.
+
+        A rule without it is computed token by token. k and v are ``[m c ...]``, q ``[m c' f]`` has the last c' tokens,
+        and m is rows times heads. It is not used by subclasses, which may have another `update`.
+        """
+        raise NotImplementedError
+
     @property
     def loss_function(self) -> Loss:
         """The inner loss as a function (prediction, value) -> loss."""
         return LOSSES[self.loss] if isinstance(self.loss, str) else self.loss
+
+
+def descend(weights: Weights, gradients: Weights, gates: Gates) -> Weights:
+    """Return ``(1 - alpha) W - theta u`` for each weight: a step of gradient descent, with forgetting."""
+    gamma = 1.0 if gates.log_keep is None else gates.log_keep.exp()
+    theta = gates.log_step.exp()
+    return tuple(gamma * weight - theta * u for weight, u in zip(weights, gradients, strict=True))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -129,6 +165,9 @@ class LinearRule(Rule):
         in its weights; other nets need ``chunk=1`` for it.
     loss
         ``"squared"``, ``"dot"``, or any function (prediction, value) -> loss that torch.func can differentiate.
+    max_step
+        The largest step size that a layer's gate gives. With 2, a token-exact write of the squared loss can reflect
+        what is stored at a key, ``I - 2 k k'``, instead of only replacing it.
     """
 
     momentum: bool = True
@@ -136,8 +175,11 @@ class LinearRule(Rule):
     decay_first: bool = False
     anchor: Literal["chunk", "token"] = "chunk"
     loss: str | Loss = "squared"
+    max_step: float = 1.0
 
     def __post_init__(self) -> None:
+        if not 0 < self.max_step <= 2:
+            raise ValueError(f"max_step: expected a number above 0 and at most 2, got {self.max_step!r}")
         if self.anchor not in ("chunk", "token"):
             raise ValueError(f"anchor: expected 'chunk' or 'token', got {self.anchor!r}")
         if not callable(self.loss) and self.loss not in LOSSES:
@@ -168,8 +210,15 @@ class LinearRule(Rule):
         return tuple(gates.log_keep.exp() * weight for weight in weights)
 
 
-_CLOSED_FORM_METHODS = ("update", "init_state", "gradient_at", "loss_function", "granularity", "read")
+_CLOSED_FORM_METHODS = (
+    *("update", "init_state", "gradient_at", "observe", "objective", "loss_function", "granularity", "read"),
+)
 """The attributes of `LinearRule` that a subclass must not override if the closed form is to apply."""
+
+
+def is_parallel(rule: Rule) -> bool:
+    """Whether the class of a rule itself, not a parent, defines `Rule.parallel_chunk`."""
+    return "parallel_chunk" in vars(type(rule)) and type(rule) is not Rule
 
 
 def is_linear(rule: object) -> TypeGuard[LinearRule]:
@@ -201,6 +250,7 @@ RULES: dict[str, Rule] = {
     "ttt": LinearRule(momentum=False, forget=False),
     "delta": LinearRule(momentum=False, forget=False, anchor="token"),
     "gated_delta": LinearRule(momentum=False, decay_first=True, anchor="token"),
+    "wide_delta": LinearRule(momentum=False, decay_first=True, anchor="token", max_step=2.0),
     "linear_attention": LinearRule(momentum=False, forget=False, loss="dot"),
 }
 """The update rules that a configuration can name."""

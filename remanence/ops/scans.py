@@ -13,7 +13,15 @@ from remanence.ops import closed_form as cf
 from remanence.ops.clamp import GradientClamp
 from remanence.ops.generic import chunk_step, rule_step
 from remanence.ops.nets import MLP, Net
-from remanence.ops.rules import Coefficients, LinearRule, Rule, coefficients, coefficients_backward, is_linear
+from remanence.ops.rules import (
+    Coefficients,
+    LinearRule,
+    Rule,
+    coefficients,
+    coefficients_backward,
+    is_linear,
+    is_parallel,
+)
 from remanence.ops.state import Gates, RuleState, Weights
 
 
@@ -343,8 +351,8 @@ class AutogradScan:
 
 
 class RuleScan(AutogradScan):
-    """Any rule, by calling its `update`. The state is a tuple of `depth` weights ``[m 1 ...]``, followed by
-    the buffers.
+    """Any rule, by calling its `update`, or its `parallel_chunk` if it has one. The state is a tuple of `depth`
+    weights ``[m 1 ...]``, followed by the buffers.
     """
 
     def __init__(self, net: Net, rule: Rule, completes_chunk: bool, depth: int) -> None:
@@ -358,6 +366,9 @@ class RuleScan(AutogradScan):
         self, gates: Gates, q: Tensor, k: Tensor, v: Tensor, state: Weights
     ) -> tuple[Tensor, Tensor, Weights]:
         start = RuleState(tuple(layer[:, 0] for layer in state[: self.depth]), tuple(state[self.depth :]))
+        if is_parallel(self.rule):
+            y, surprise, end = self.rule.parallel_chunk(q, k, v, gates, start)
+            return y, surprise, (*[weight.unsqueeze(1) for weight in end.weights], *end.buffers)
         y, surprise, end = rule_step(self.net, self.rule, self.completes_chunk, gates, q, k, v, start)
         return y, surprise, (*[weight.unsqueeze(1) for weight in end.weights], *end.buffers)
 

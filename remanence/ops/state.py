@@ -42,6 +42,8 @@ class Gates(_Gates, TensorTuple):
     """Logarithms of the gates ``[b t h]`` of each token and head: step size (theta), momentum (eta) and retention
     (1 - alpha).
 
+    For a rule with `forget_channels`, `log_keep` is ``[b t h f]``, with a value for each channel of the keys.
+
     With logarithms, products of gates become sums and do not underflow. A log of -inf is a gate of exactly 0.
     `log_momentum` is None for a rule without momentum, and `log_keep` is None for a rule without forgetting.
     """
@@ -169,9 +171,11 @@ def initial_state(
     values: int,
     momentum: bool,
     forget: bool,
+    forget_channels: bool = False,
 ) -> MemoryState:
     """Return a state at position 0 with these layers and buffers. `keys` and `values` are the widths of keys
-    and values. `momentum` and `forget` tell whether the rule has these gates.
+    and values. `momentum` and `forget` tell whether the rule has these gates, and `forget_channels` whether the
+    latter has a value for each channel of the keys.
     """
     first = layers[0]
     rows, heads = first.shape[:2]
@@ -181,7 +185,9 @@ def initial_state(
         layers=layers,
         k=tail(keys),
         v=tail(values),
-        gates=Gates(gate, gate if momentum else None, gate if forget else None),
+        gates=Gates(
+            gate, gate if momentum else None, (tail(keys) if forget_channels else gate) if forget else None
+        ),
         position=with_host_copy(torch.zeros(rows, dtype=torch.int64, device=first.device), [0] * rows),
         diverged=torch.zeros(rows, dtype=torch.bool, device=first.device),
         buffers=buffers,

@@ -154,7 +154,7 @@ class TensorTuple:
         return ()
 
     def saved(self) -> Self:
-        """Return the state without transient fields, also in nested states."""
+        """Return the state as it is saved: without transient fields, also in nested states."""
         dropped = self.transient()
         node: Any = self
         fields = zip(node._fields, node, strict=True)

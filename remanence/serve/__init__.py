@@ -1,5 +1,11 @@
-"""The parts of a server in which every user has a memory of their own. The HTTP interface is not built yet.
+"""A server in which every user has a memory of their own.
 
-`engine` reads texts and generates answers for many sessions together. `memories` keeps each memory as a chain of
-immutable versions: states in files, and their order in the SQLite file of `database`.
+`engine` reads texts and generates answers for many sessions together, as rows of a `batch`. `memories` keeps each
+memory as a chain of immutable versions: states in files, and their order in the SQLite file of `database`. `service`
+answers requests: it finds what a request continues and what is still to be read, and commits the new version. `access`
+has API keys and limits.
+
+The rest is HTTP, and needs the extra `serve`: `app` puts the routes of `openai` and `memory_routes` together, with the
+`schemas` of requests; `gate` checks and logs every request; `streams` sends events; `errors` and `metrics`; `server`
+runs it all in one process. `page` is the web page.
 """

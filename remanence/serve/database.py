@@ -1,7 +1,8 @@
-"""The order of versions: which memories an owner has, and which versions each memory has had, in SQLite.
+"""The order of versions: which memories an owner has, and which versions each memory has had; and API keys.
 
 A version never changes. A memory names its newest version, its head, and is moved to another by compare-and-swap, so
 that two requests that started from the same version cannot both succeed. A change is on disk when its call returns.
+The tables are in a SQLite file, or in PostgreSQL (`postgres`).
 """
 
 from __future__ import annotations
@@ -13,19 +14,22 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 TABLES = """
 CREATE TABLE IF NOT EXISTS memories (
-    id TEXT PRIMARY KEY, owner TEXT NOT NULL, name TEXT, head TEXT NOT NULL, created REAL NOT NULL,
+    id TEXT PRIMARY KEY, owner TEXT NOT NULL, name TEXT, head TEXT NOT NULL, created DOUBLE PRECISION NOT NULL,
     UNIQUE (owner, name)
 );
 CREATE TABLE IF NOT EXISTS versions (
     id TEXT PRIMARY KEY, memory TEXT NOT NULL REFERENCES memories (id) ON DELETE CASCADE, parent TEXT,
-    tokens INTEGER NOT NULL, bytes INTEGER NOT NULL, messages INTEGER NOT NULL, transcript TEXT NOT NULL,
-    created REAL NOT NULL
+    tokens BIGINT NOT NULL, bytes BIGINT NOT NULL, messages BIGINT NOT NULL, transcript TEXT NOT NULL,
+    created DOUBLE PRECISION NOT NULL
 );
 CREATE INDEX IF NOT EXISTS versions_of_memory ON versions (memory, created);
+CREATE TABLE IF NOT EXISTS keys (
+    id TEXT PRIMARY KEY, owner TEXT NOT NULL, digest TEXT NOT NULL UNIQUE, created DOUBLE PRECISION NOT NULL
+);
 """
 SCHEMA_VERSION = 1
 """The version of the tables, saved in the file."""
@@ -70,13 +74,34 @@ class Memory(NamedTuple):
     created: float
 
 
+class Key(NamedTuple):
+    """An API key: its name, whose memories it opens, the digest of its text, and when it was made. The text is not
+    stored.
+    """
+
+    id: str
+    owner: str
+    digest: str
+    created: float
+
+
+class Usage(NamedTuple):
+    """The number of memories of an owner, and the size of all their files."""
+
+    memories: int
+    bytes: int
+
+
 def new_id(kind: str) -> str:
     """Return a new identifier that cannot be guessed: ``mem_...`` or ``ver_...``."""
     return f"{kind}_{secrets.token_hex(16)}"
 
 
 class Database:
-    """Memories and versions in one SQLite file. Its methods may be called in any thread."""
+    """Memories, versions and API keys in one SQLite file. Its methods may be called in any thread."""
+
+    conflicts: tuple[type[Exception], ...] = (sqlite3.IntegrityError,)
+    """The errors of a row that contradicts another."""
 
     def __init__(self, path: Path) -> None:
         self._lock = threading.RLock()
@@ -84,6 +109,7 @@ class Database:
         self._connection.execute("PRAGMA journal_mode = WAL")
         self._connection.execute("PRAGMA synchronous = FULL")
         self._connection.execute("PRAGMA foreign_keys = ON")
+        self._connection.execute("PRAGMA secure_delete = ON")
         found = self._connection.execute("PRAGMA user_version").fetchone()[0]
         if found > SCHEMA_VERSION:
             raise ValueError(
@@ -99,8 +125,10 @@ class Database:
             self._connection.close()
 
     @contextmanager
-    def _transaction(self) -> Iterator[sqlite3.Connection]:
-        """Run statements that take effect together, or not at all."""
+    def _transaction(self, memory: str = "") -> Iterator[Any]:
+        """Run statements that take effect together, or not at all, and not beside others for the same memory. Yields
+        an object with the method ``execute(query, values)``.
+        """
         with self._lock:
             self._connection.execute("BEGIN IMMEDIATE")
             try:
@@ -114,6 +142,11 @@ class Database:
         with self._lock:
             return self._connection.execute(query, values).fetchall()
 
+    def _erase(self) -> None:
+        """Remove deleted rows from the files."""
+        with self._lock:  # the log has them, too
+            self._connection.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+
     def create(self, owner: str, name: str | None = None) -> Memory:
         """Create an empty memory. Raises `ConflictError` if the owner has one of this name."""
         now, memory = time.time(), new_id("mem")
@@ -124,7 +157,7 @@ class Database:
                     "INSERT INTO memories VALUES (?, ?, ?, ?, ?)", (memory, owner, name, first.id, now)
                 )
                 connection.execute(f"INSERT INTO versions VALUES ({', '.join('?' * len(first))})", first)
-        except sqlite3.IntegrityError:
+        except self.conflicts:
             raise ConflictError(f"name: expected one that no memory has, got {name!r}") from None
         return Memory(memory, owner, name, first.id, now)
 
@@ -163,9 +196,14 @@ class Database:
 
     def commit(self, version: Version, expected_head: str | None) -> None:
         """Add a version and make it the head of its memory. Raises `ConflictError`, without any change, if the
-        head is not `expected_head`, or if the memory is gone. With None, the head is left as it is: a branch.
+        head is not `expected_head`, or if the memory is gone. With None, the head is left as it is: a branch, whose
+        parent must still be there.
         """
-        with self._transaction() as connection:
+        with self._transaction(version.memory) as connection:
+            if expected_head is None:
+                parent = connection.execute("SELECT 1 FROM versions WHERE id = ?", (version.parent,))
+                if parent.fetchone() is None:
+                    raise ConflictError("version: it was deleted meanwhile")
             if expected_head is not None:
                 changed = connection.execute(
                     "UPDATE memories SET head = ? WHERE id = ? AND head = ?",
@@ -177,27 +215,70 @@ class Database:
                     )
             try:
                 connection.execute(f"INSERT INTO versions VALUES ({', '.join('?' * len(version))})", version)
-            except sqlite3.IntegrityError:
+            except self.conflicts:
                 raise ConflictError("memory: it was deleted meanwhile") from None
+
+    def move_head(self, memory: str, expected_head: str, head: str) -> None:
+        """Make another version of a memory its head. Raises `ConflictError` if the head is not `expected_head`."""
+        with self._transaction(memory) as connection:
+            changed = connection.execute(
+                "UPDATE memories SET head = ? WHERE id = ? AND head = ? AND EXISTS "
+                "(SELECT 1 FROM versions WHERE id = ? AND memory = memories.id)",
+                (head, memory, expected_head, head),
+            )
+            if changed.rowcount != 1:
+                raise ConflictError("memory: another request has changed or deleted it; send this one again")
+
+    def usage(self, owner: str) -> Usage:
+        """Return how much an owner has stored."""
+        ((count,),) = self._rows("SELECT COUNT(*) FROM memories WHERE owner = ?", owner)
+        ((size,),) = self._rows(
+            "SELECT COALESCE(SUM(bytes), 0) FROM versions JOIN memories ON memories.id = memory WHERE owner = ?",
+            owner,
+        )
+        return Usage(count, int(size))
 
     def delete(self, memory: str) -> list[str]:
         """Delete a memory with all its versions, and return their identifiers."""
-        with self._transaction() as connection:
+        with self._transaction(memory) as connection:
             found = [
                 row[0] for row in connection.execute("SELECT id FROM versions WHERE memory = ?", (memory,))
             ]
             connection.execute("DELETE FROM memories WHERE id = ?", (memory,))
+        self._erase()
         return found
 
     def prune(self, memory: str, keep: int) -> list[str]:
         """Delete all versions of a memory except the newest `keep` and the head. Returns the identifiers of the
         deleted ones.
         """
-        with self._transaction() as connection:
+        with self._transaction(memory) as connection:
             rows = connection.execute(
                 "SELECT versions.id, head FROM versions JOIN memories ON memories.id = memory WHERE memory = ? "
                 "ORDER BY versions.created DESC, versions.id", (memory,),
             ).fetchall()  # fmt: skip
             old = [identifier for identifier, head in rows[keep:] if identifier != head]
-            connection.executemany("DELETE FROM versions WHERE id = ?", [(each,) for each in old])
+            for each in old:
+                connection.execute("DELETE FROM versions WHERE id = ?", (each,))
         return old
+
+    # API keys.
+
+    def add_key(self, key: Key) -> None:
+        """Add an API key."""
+        with self._transaction() as connection:
+            connection.execute("INSERT INTO keys VALUES (?, ?, ?, ?)", key)
+
+    def all_keys(self) -> list[Key]:
+        """Return all API keys, the oldest first."""
+        return [Key(*row) for row in self._rows("SELECT * FROM keys ORDER BY created, id")]
+
+    def key(self, digest: str) -> Key | None:
+        """Return the API key with this digest; None if there is none."""
+        found = self._rows("SELECT * FROM keys WHERE digest = ?", digest)
+        return Key(*found[0]) if found else None
+
+    def remove_key(self, identifier: str) -> bool:
+        """Remove an API key. Returns whether there was one of this name."""
+        with self._transaction() as connection:
+            return connection.execute("DELETE FROM keys WHERE id = ?", (identifier,)).rowcount == 1

@@ -10,7 +10,9 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -23,7 +25,11 @@ from remanence.inference.threads import threads_for
 from remanence.model import CausalModel, State
 from remanence.runtime.errors import DivergedError
 from remanence.runtime.positions import positions_of
+from remanence.serve.batch import Batch
 from remanence.tokenizers.tokens import Tokenizer
+
+JOIN_STEPS = 8
+"""Number of steps after which rows join a batch although more texts are being read that could join with them."""
 
 
 class BusyError(ValueError):
@@ -32,6 +38,10 @@ class BusyError(ValueError):
 
 class CancelledError(ValueError):
     """The request was cancelled, or the engine was closed, before its answer was complete."""
+
+
+class TimeLimitError(CancelledError):
+    """The answer was not complete within the time limit of the request."""
 
 
 class Result(NamedTuple):
@@ -44,7 +54,7 @@ class Result(NamedTuple):
     finish_reason
         Why the answer ended.
     state
-        The state after the prompt and the answer.
+        The state after the prompt and the answer, without the fields that can be computed from the others.
     """
 
     text: str
@@ -92,9 +102,13 @@ class _Reading:
         position = positions_of(job.state.position)[0]
         self.pieces = deque(piece_slices(len(job.tokens), piece, position))
 
+    def __len__(self) -> int:
+        """The number of tokens of the next piece."""
+        return self.pieces[0].stop - self.pieces[0].start
+
 
 class _Row:
-    """A job whose answer is being generated: one row of the batch."""
+    """A job whose answer is being generated: one row of a batch."""
 
     def __init__(self, job: Job, answer: Answer, logits: Tensor) -> None:
         self.job, self.answer, self.logits = job, answer, logits
@@ -108,7 +122,7 @@ class Engine:
         tokenizer: its tokenizer.
         max_rows: largest number of jobs that are read or answered at the same time.
         max_waiting: largest number of jobs that wait for a row; `submit` refuses more.
-        piece: number of tokens of a text that are read between two steps of the answers.
+        piece: number of tokens of texts that are read between two steps of the answers.
     """
 
     def __init__(
@@ -128,9 +142,9 @@ class Engine:
         self.tokens_read = self.tokens_generated = 0
         self._waiting: deque[Job] = deque()
         self._reading: deque[_Reading] = deque()
-        self._rows: list[_Row] = []
-        self._states: State | None = None
-        """The states of `_rows`, as the rows of one state."""
+        self._joining: list[tuple[_Row, State]] = []
+        """Rows whose text has been read, with their states, that are not in a batch yet."""
+        self._batches: dict[Mode, Batch[_Row]] = {}
         self._changed = threading.Condition()
         self._is_closed = self._is_draining = False
         self._thread = threading.Thread(target=self._run, name="remanence-engine", daemon=True)
@@ -148,6 +162,11 @@ class Engine:
         return self._thread.is_alive() and not (self._is_closed or self._is_draining)
 
     @property
+    def is_alive(self) -> bool:
+        """Whether the engine's thread is alive, which also completes jobs while the engine is closed."""
+        return self._thread.is_alive()
+
+    @property
     def num_waiting(self) -> int:
         """The number of jobs that wait for a row."""
         return len(self._waiting)
@@ -155,7 +174,8 @@ class Engine:
     @property
     def num_active(self) -> int:
         """The number of jobs that are being read or answered."""
-        return len(self._reading) + len(self._rows)
+        rows = sum(len(batch.rows) for batch in list(self._batches.values()))
+        return len(self._reading) + len(self._joining) + rows
 
     def submit(self, job: Job) -> Job:
         """Queue a job. Raises `BusyError` if too many jobs are waiting."""
@@ -191,19 +211,35 @@ class Engine:
     def _run(self) -> None:
         """Run jobs until the engine is closed."""
         while self._admit():
-            self._drop_cancelled()
+            self._drop_ended()
             if self._reading:
-                reading = self._reading.popleft()
-                self._guard([reading.job], lambda reading=reading: self._read_piece(reading))  # type: ignore[misc]
-            if self._rows:
-                self._guard([row.job for row in self._rows], self._step)
+                self._read_some()
+            self._join()
+            for batch in list(self._batches.values()):
+                if batch.rows:
+                    self._guard([row.job for row in batch.rows], partial(self._step, batch))
         closed = CancelledError("engine: closed before the answer was complete")
-        jobs = [*self._waiting, *(each.job for each in self._reading), *(row.job for row in self._rows)]
+        jobs = [*self._waiting, *self._jobs()]
         self._waiting.clear()
-        self._reading.clear()
-        self._rows, self._states = [], None
+        self._drop(jobs)
         for job in jobs:
             job.deliver(closed)
+
+    def _jobs(self) -> list[Job]:
+        """The jobs that are being read or answered."""
+        rows = [row for batch in self._batches.values() for row in batch.rows]
+        return [
+            *(each.job for each in self._reading),
+            *(row.job for row, _ in self._joining),
+            *(row.job for row in rows),
+        ]
+
+    def _drop(self, jobs: list[Job]) -> None:
+        """Drop jobs that are being read or answered."""
+        self._reading = deque(each for each in self._reading if each.job not in jobs)
+        self._joining = [each for each in self._joining if each[0].job not in jobs]
+        for batch in self._batches.values():
+            batch.keep([row.job not in jobs for row in batch.rows])
 
     def _admit(self) -> bool:
         """Wait for jobs and take as many as there are free rows. Returns False if the engine is to stop."""
@@ -220,115 +256,132 @@ class Engine:
             with torch.no_grad(), threads_for(self.model):
                 function()
         except Exception as error:
-            self._reading = deque(each for each in self._reading if each.job not in jobs)
-            self._keep_rows([row.job not in jobs for row in self._rows])
+            self._drop(jobs)
             for job in jobs:
                 job.deliver(error)
 
-    def _drop_cancelled(self) -> None:
+    def _drop_ended(self) -> None:
         """Drop jobs that were cancelled or are past their deadline, and deliver an error to each."""
         now = time.monotonic()
-        late = lambda job: job.deadline is not None and now > job.deadline
-        ended = [each for each in self._reading if each.job.is_cancelled or late(each.job)]
-        if ended:
-            self._reading = deque(each for each in self._reading if each not in ended)
-        dropped = [each.job for each in ended]
-        keep = [not (row.job.is_cancelled or late(row.job)) for row in self._rows]
-        dropped += [row.job for row, on in zip(self._rows, keep, strict=True) if not on]
-        self._keep_rows(keep)
+        ended = lambda job: job.is_cancelled or (job.deadline is not None and now > job.deadline)
+        dropped = [job for job in self._jobs() if ended(job)]
+        if dropped:
+            self._drop(dropped)
         with self._changed:
-            gone = [job for job in self._waiting if job.is_cancelled or late(job)]
+            gone = [job for job in self._waiting if ended(job)]
             for job in gone:
                 self._waiting.remove(job)
         for job in dropped + gone:
-            reason = "cancelled" if job.is_cancelled else "not complete within its time limit"
-            job.deliver(CancelledError(f"request: {reason}"))
+            if job.is_cancelled:
+                job.deliver(CancelledError("request: cancelled"))
+            else:
+                job.deliver(TimeLimitError("request: expected an answer within its time limit, got none"))
 
-    def _keep_rows(self, keep: list[bool]) -> None:
-        """Keep the rows of the batch whose entry is true."""
-        if all(keep):
-            return
-        places = [place for place, on in enumerate(keep) if on]
-        self._rows = [self._rows[place] for place in places]
-        self._states = self._states.rows(places) if places and self._states is not None else None
+    def _read_some(self) -> None:
+        """Read the next pieces of texts, of as many as together have at most `piece` tokens with padding."""
+        group = [self._reading.popleft()]
+        mode, longest = group[0].job.memory_mode, len(group[0])
+        while self._reading and self._reading[0].job.memory_mode == mode:
+            longest = max(longest, len(self._reading[0]))
+            if longest * (len(group) + 1) > self.piece:
+                break
+            group.append(self._reading.popleft())
+        is_read = False
+        if len(group) > 1:
+            # An error of one of them is found below.
+            with suppress(Exception), torch.no_grad(), threads_for(self.model):
+                self._read_pieces(group)
+                is_read = True
+        for reading in [] if is_read else group:
+            self._guard([reading.job], partial(self._read_pieces, [reading]))
 
-    def _read_piece(self, reading: _Reading) -> None:
-        """Read the next piece of a text. After the last one, the job joins the batch."""
-        job = reading.job
-        tokens = torch.tensor([job.tokens[reading.pieces.popleft()]], device=self.model.device)
-        found = read(self.model, tokens, reading.state, memory_mode=job.memory_mode)
-        if found.diverged:
-            raise DivergedError("memory: expected finite numbers, got a memory that diverged in this text")
-        self.tokens_read += tokens.shape[1]
-        reading.state = found.state
+    def _read_pieces(self, group: list[_Reading]) -> None:
+        """Read the next piece of each text. After its last one, a job is ready to join a batch."""
+        pieces = [reading.job.tokens[reading.pieces[0]] for reading in group]
+        longest = max(map(len, pieces))
+        device = self.model.device
+        tokens = torch.tensor([piece + [0] * (longest - len(piece)) for piece in pieces], device=device)
+        mask, state = None, group[0].state
+        if len(group) > 1:
+            lengths = torch.tensor([[len(piece)] for piece in pieces], device=device)
+            mask = torch.arange(longest, device=device) < lengths
+            state = State.concat([reading.state for reading in group])
+        found = read(self.model, tokens, state, mask=mask, memory_mode=group[0].job.memory_mode)
+        flags = found.state.diverged.tolist() if found.diverged else [False] * len(group)
+        logits = self.model.logits(found.last)[:, : self.tokenizer.vocabulary].cpu()
+        for place, (reading, piece) in enumerate(zip(group, pieces, strict=True)):
+            own = found.state if len(group) == 1 else found.state.rows([place])
+            reading.pieces.popleft()
+            self.tokens_read += len(piece)
+            if flags[place]:
+                text = "memory: expected finite numbers, got a memory that diverged in this text"
+                reading.job.deliver(DivergedError(text))
+            else:
+                self._after_piece(reading, own, logits[place])
+
+    def _after_piece(self, reading: _Reading, state: State, logits: Tensor) -> None:
+        """Continue with the next piece of a text, or with its answer."""
+        reading.state, job = state, reading.job
         if reading.pieces:
             self._reading.append(reading)
             return
         answer = Answer(self.tokenizer, job.sampling, draw_seed(job.sampling))
         if answer.finish_reason is not None:  # nothing to generate
-            self._finish(job, answer, found.state)
-            return
-        row = _Row(job, answer, self._check_logits(self.model.logits(found.last))[0])
-        self._rows.append(row)
-        self._states = found.state if self._states is None else State.concat([self._states, found.state])
+            self._finish(job, answer, state)
+        else:
+            self._joining.append((_Row(job, answer, logits), state))
 
-    def _step(self) -> None:
-        """Choose a token for each row and read the tokens of the rows that continue."""
-        chosen = [row.answer.choose(row.logits) for row in self._rows]
-        ended = [token == self.tokenizer.end for token in chosen]
-        assert self._states is not None
-        for place, row in enumerate(self._rows):
-            if ended[place]:
-                text = row.answer.push(chosen[place])
-                self._finish(row.job, row.answer, self._states.rows([place]), text)
-        self._keep_rows([not each for each in ended])
-        chosen = [token for token, each in zip(chosen, ended, strict=True) if not each]
-        # A batch has one memory mode.
-        for mode in dict.fromkeys(row.job.memory_mode for row in self._rows):
-            self._read_tokens(
-                [place for place, row in enumerate(self._rows) if row.job.memory_mode == mode], chosen
-            )
-        finished = []
-        for place, (row, token) in enumerate(zip(self._rows, chosen, strict=True)):
-            if bool(self._states.diverged[place].any()):
-                row.job.deliver(DivergedError("memory: expected finite numbers, got a memory that diverged"))
-                finished.append(True)
+    def _join(self) -> None:
+        """Let rows join their batches, all at once: the states of a batch are copied when rows join it."""
+        for mode in dict.fromkeys(row.job.memory_mode for row, _ in self._joining):
+            batch = self._batches.setdefault(mode, Batch(self.model, mode))
+            if batch.rows and self._reading and batch.steps < JOIN_STEPS:
                 continue
-            self.tokens_generated += 1
+            pairs = [each for each in self._joining if each[0].job.memory_mode == mode]
+            rows, states = [row for row, _ in pairs], [state for _, state in pairs]
+            join = partial(batch.join, rows, states)
+            self._guard([row.job for row in rows], join)
+            self._joining = [each for each in self._joining if each[0].job.memory_mode != mode]
+
+    def _step(self, batch: Batch[_Row]) -> None:
+        """Choose a token for each row and read the tokens of the rows that continue."""
+        self._drop_infinite(batch)
+        chosen = [row.answer.choose(row.logits) for row in batch.rows]
+        continues = [token != self.tokenizer.end for token in chosen]
+        diverged = [False] * len(chosen)
+        if any(continues):
+            logits, diverged = batch.step(chosen, continues)
+            for row, own in zip(batch.rows, logits, strict=True):
+                row.logits = own[: self.tokenizer.vocabulary]
+        finished: dict[int, str] = {}
+        for place, (row, token) in enumerate(zip(batch.rows, chosen, strict=True)):
+            if diverged[place] and continues[place]:
+                row.job.deliver(DivergedError("memory: expected finite numbers, got a memory that diverged"))
+                continue
+            self.tokens_generated += continues[place]
             text = row.answer.push(token)
-            finished.append(row.answer.finish_reason is not None)
-            if finished[-1]:
-                self._finish(row.job, row.answer, self._states.rows([place]), text)
+            if row.answer.finish_reason is not None:
+                finished[place] = text
             elif text:
                 row.job.deliver(text)
-        self._keep_rows([not each for each in finished])
+        if finished:
+            states = batch.states(list(finished))
+            for number, (place, text) in enumerate(finished.items()):
+                row = batch.rows[place]
+                self._finish(row.job, row.answer, states.rows([number]), text)
+        batch.keep([not bad and place not in finished for place, bad in enumerate(diverged)])
 
-    def _read_tokens(self, places: list[int], chosen: list[int]) -> None:
-        """Read one token in each of the rows at `places`, and set their states and logits."""
-        assert self._states is not None
-        tokens = torch.tensor(chosen, device=self.model.device).unsqueeze(-1)
-        mask = None
-        if len(places) < len(self._rows):
-            mask = torch.zeros_like(tokens, dtype=torch.bool)
-            mask[places] = True
-        trace = self.model.trace(
-            tokens, self._states, mask=mask, memory_mode=self._rows[places[0]].job.memory_mode
-        )
-        logits = self.model.logits(trace.hidden[:, -1])[:, : self.tokenizer.vocabulary].cpu()
-        self._states = trace.state
-        for place in places:
-            self._rows[place].logits = logits[place]
-
-    def _check_logits(self, logits: Tensor) -> Tensor:
-        """Return the logits of all tokens of the tokenizer ``[b v]`` on the CPU. Raises an error if they are
-        not finite.
-        """
-        logits = logits[:, : self.tokenizer.vocabulary].cpu()
-        if not bool(logits.isfinite().all()):
-            raise ValueError(
-                "model: expected finite logits, got infinite or NaN ones; its weights are damaged"
-            )
-        return logits
+    def _drop_infinite(self, batch: Batch[_Row]) -> None:
+        """Drop rows whose logits are not finite, and deliver an error to each."""
+        finite = [bool(row.logits.isfinite().all()) for row in batch.rows]
+        for row, fits in zip(batch.rows, finite, strict=True):
+            if not fits:
+                row.job.deliver(
+                    ValueError(
+                        "model: expected finite logits, got infinite or NaN ones; its weights are damaged"
+                    )
+                )
+        batch.keep(finite)
 
     def _finish(self, job: Job, answer: Answer, state: State, text: str = "") -> None:
         """Deliver the last piece of text and the result of a job."""
@@ -336,4 +389,4 @@ class Engine:
             job.deliver(text)
         reason = answer.finish_reason
         assert reason is not None
-        job.deliver(Result(answer.text, len(job.tokens), len(answer.tokens), reason, state))
+        job.deliver(Result(answer.text, len(job.tokens), len(answer.tokens), reason, state.saved()))

@@ -153,7 +153,7 @@ def test_wrong_fields(fields, message):
 def test_the_operator_is_given_what_is_written():
     q, gate = torch.randn(1, 2, 1, 4), torch.zeros(1, 2, 1)
     state = start(NET.init(1, 4), 1, rule=RULE)
-    with pytest.raises(ValueError, match="net: expected the fast weights' net of a deep memory"):
+    with pytest.raises(ValueError, match="net: expected the fast weights' net of a memory with features"):
         memorize(q, q, q, Gates(gate, None, gate), state, net=Deep(), rule=RULE)
 
 

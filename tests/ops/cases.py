@@ -43,10 +43,11 @@ class Case:
         k = F.normalize(k, dim=-1)
         log_step = F.logsigmoid(torch.randn(shape, dtype=self.dtype) + self.step)
         log_momentum = F.logsigmoid(torch.randn(shape, dtype=self.dtype))
-        log_keep = F.logsigmoid(torch.randn(shape, dtype=self.dtype) + 2)
+        of_keep = (*shape, self.width) if self.rule.forget_channels else shape
+        log_keep = F.logsigmoid(torch.randn(of_keep, dtype=self.dtype) + 2)
         some = torch.rand(shape) < self.rate
         if self.extreme == "clear":
-            log_keep = log_keep.masked_fill(some, -torch.inf)
+            log_keep = log_keep.masked_fill(some.view(*shape, *[1] * (log_keep.dim() - 3)), -torch.inf)
         elif self.extreme == "no past":
             log_momentum = log_momentum.masked_fill(some, -torch.inf)
         elif self.extreme == "no step":

@@ -16,6 +16,7 @@ from remanence.ops import (
     MLP,
     NETS,
     RULES,
+    FeatureNet,
     Gates,
     LinearRule,
     Rule,
@@ -92,13 +93,19 @@ ALL = {
     "bounded": Bounded(),
 }
 SMALL = {"titans": MLP(expansion=1.5), "residual": MLP(norm=False, expansion=1.5), "linear": NETS["linear"]}
-NETS_HERE = {name: SMALL.get(name, net) for name, net in NETS.items() if name != "deep"}  # a layer's
+NETS_HERE = {name: SMALL.get(name, net) for name, net in NETS.items() if not isinstance(net, FeatureNet)}
+
+
+def needs_matrix(rule):
+    return rule.forget_channels or (isinstance(rule, LinearRule) and rule.anchor == "token")
+
+
 PAIRS = [
     (rule, net)
     for rule in ALL
     for net in NETS_HERE
     # Token-exact linear rules run where the memory is linear in its weights; others at a chunk of 1.
-    if not (isinstance(ALL[rule], LinearRule) and ALL[rule].anchor == "token" and net != "linear")
+    if not (needs_matrix(ALL[rule]) and net != "linear")
 ]
 STEP = {"residual": -6.0, "swiglu": -2.0}
 
@@ -119,7 +126,7 @@ def test_chunked_equals_reference_in_outputs_state_and_gradients(rule, net):
 
 @pytest.mark.parametrize("rule", ALL)
 def test_the_laws_of_streaming(rule):
-    net = "linear" if ALL[rule].anchor == "token" and isinstance(ALL[rule], LinearRule) else "swiglu"
+    net = "linear" if needs_matrix(ALL[rule]) else "swiglu"
     step = as_step(NETS_HERE[net], ALL[rule], 4)
     for sizes in ([1] * 23, [5, 18], [4, 4, 15], [0, 7, 0, 1, 15]):
         assert_split(step, inputs(), sizes, 1e-10)

@@ -31,8 +31,9 @@ def as_step(net, rule, chunk, backend="chunked", heads=2, width=3):
     def step(x, state=None, offsets=None):
         q, k, v = x[..., : 3 * width].unflatten(-1, (3, width)).unbind(-2)
         logs = torch.nn.functional.logsigmoid(x[..., 3 * width :])
+        keep = torch.nn.functional.logsigmoid(v) if rule.forget_channels else logs[..., 2]
         gates = Gates(
-            logs[..., 0] - 1, logs[..., 1] if rule.momentum else None, logs[..., 2] if rule.forget else None
+            logs[..., 0] - 1, logs[..., 1] if rule.momentum else None, keep if rule.forget else None
         )
         if state is None:
             state = start(

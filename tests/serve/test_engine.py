@@ -6,13 +6,15 @@ import time
 
 import pytest
 import torch
+from sentence_models import chat_folder, message
 
 from remanence import Model, Session, preset
+from remanence.attached.folder import load_model
 from remanence.inference.sampling import Sampling
 from remanence.runtime.errors import DivergedError
 from remanence.serve.engine import BusyError, CancelledError, Engine, Job, Result
 from remanence.testing import assert_close
-from remanence.tokenizers.tokens import ByteTokenizer
+from remanence.tokenizers.tokens import ByteTokenizer, load_tokenizer
 
 TEXTS = [
     "The otter swims in the river and looks for a fish.",
@@ -30,10 +32,11 @@ def model(pattern):
 class Client:
     """A job whose events are kept in a queue."""
 
-    def __init__(self, engine, text, state, submit=True, **settings):
+    def __init__(self, engine, text, state, submit=True, tokenizer=None, **settings):
         self.events = queue.Queue()
         sampling = Sampling(**{"max_tokens": 7, "temperature": 0.0, **settings})
-        self.job = Job(list(text.encode()), state, sampling, self.events.put)
+        tokens = (tokenizer or ByteTokenizer()).encode(text)
+        self.job = Job(tokens, state, sampling, self.events.put)
         if submit:
             engine.submit(self.job)
 
@@ -58,6 +61,7 @@ def same_state(one, other):
     assert one.position.tolist() == other.position.tolist()
 
 
+@pytest.mark.sample(6)
 @pytest.mark.parametrize("pattern", [("mag",), ("mac",), ("lmm", "attention"), ("mal",)])
 @pytest.mark.parametrize("rows", [1, 3, 8])
 def test_every_session_is_as_if_alone(pattern, rows):
@@ -173,3 +177,66 @@ def test_closing_completes_or_cancels(finish):
                 client.result()
     with pytest.raises(CancelledError):
         Client(engine, "x", shared.start(1))
+
+
+@pytest.fixture(scope="module")
+def chat_model(tmp_path_factory):
+    """A tiny chat model with a memory of sentences, and its tokenizer."""
+    with torch.device("cpu"):
+        folder = chat_folder(tmp_path_factory.mktemp("chat"))
+        found = load_model(folder, dtype=torch.float64).eval()
+    return found, load_tokenizer(folder)
+
+
+@pytest.mark.sample(1)
+@pytest.mark.parametrize("rows", [1, 3, 8])
+def test_every_session_with_a_memory_of_sentences_is_as_if_alone(chat_model, rows):
+    """Two turns of each session: texts in several pieces, answers of different lengths, and a text without an answer,
+    beside which a batch of open answers cannot be decoded in place.
+    """
+    shared, tokenizer = chat_model
+    settings = [
+        {"max_tokens": 30},
+        {"temperature": 0.9, "seed": 4, "max_tokens": 11},
+        {"max_tokens": 3},
+        {"max_tokens": 0},
+    ]
+    texts = [message(text) for text in TEXTS] + ["A letter. It is short. It has an end"]
+    turns = [(texts[n % 4], settings[(n // 2) % 4]) for n in range(8)]
+    question = "\x06\n" + message("What is it?")
+    with Engine(shared, tokenizer, max_rows=rows, piece=16) as engine:
+        first = [Client(engine, text, shared.start(1), tokenizer=tokenizer, **each) for text, each in turns]
+        states = [client.result() for client in first[::-1]][::-1]
+        second = [
+            Client(engine, question, found.state, tokenizer=tokenizer, max_tokens=4 + place)
+            for place, found in enumerate(states)
+        ]
+        after = [client.result() for client in second]
+    for place, ((text, each), found, last) in enumerate(zip(turns, states, after, strict=True)):
+        session = Session(shared, tokenizer)
+        sampling = {"max_tokens": 7, "temperature": 0.0, **each}
+        assert session.generate(text, **sampling) == found.text
+        same_state(session.state.saved(), found.state)
+        assert session.generate(question, max_tokens=4 + place, temperature=0.0) == last.text
+        same_state(session.state.saved(), last.state)
+    assert max(len(each) for found in after for each in shared.stored(found.state)) > 1
+
+
+def test_answers_of_a_memory_of_sentences_are_decoded_in_place(chat_model, monkeypatch):
+    """While all rows are in answers, the model is called for texts only."""
+    shared, tokenizer = chat_model
+    calls = []
+    trace = type(shared).trace
+
+    def counted(self, tokens, *given, **settings):
+        calls.append(tokens.shape[1])
+        return trace(self, tokens, *given, **settings)
+
+    monkeypatch.setattr(type(shared), "trace", counted)
+    with Engine(shared, tokenizer, max_rows=4) as engine:
+        clients = [
+            Client(engine, message(text), shared.start(1), tokenizer=tokenizer, max_tokens=20)
+            for text in TEXTS
+        ]
+        generated = sum(client.result().tokens_generated for client in clients)
+    assert generated == 60 and sorted(calls)[0] > 1, "a call for each text, and none for a token"

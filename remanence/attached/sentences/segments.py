@@ -10,7 +10,7 @@ from typing import NamedTuple
 import numpy as np
 
 from remanence.attached.sentences.config import SentenceConfig
-from remanence.attached.sentences.vocabulary import END, NEWLINE, OPENS, SPECIAL
+from remanence.attached.sentences.vocabulary import END, NEWLINE, OPENS, SHORTENED, SPECIAL, STOP
 
 TEXT, OTHER, HEADER, ANSWER = range(4)
 """The part of the chat format that a token is in: text to store; a message that is not stored; the tokens before a
@@ -77,6 +77,8 @@ class Segmenter:
             position = position._replace(part=OTHER)
         flags = self.flags[tokens]
         special = flags & SPECIAL > 0
+        before = np.concatenate([np.array([position.last], np.uint8), flags[:-1]])
+        flags = np.where((before & SHORTENED > 0) & (flags & STOP > 0), flags & ~np.uint8(END), flags)
         previous = np.concatenate([np.array([position.last], np.uint8), flags[:-1]])
         cuts = (previous & NEWLINE > 0) | ((previous & END > 0) & (flags & OPENS > 0))
         marks = np.flatnonzero(special | cuts).tolist()

@@ -60,6 +60,17 @@ class SentenceState(_SentenceState, TensorTuple):
         """The fields that are not saved, as they can be computed from the others."""
         return ("answer",)
 
+    def saved(self) -> SentenceState:
+        """The state without transient fields, and without the padding that rows have beside longer ones."""
+        sentences, pending = int(self.length.max()), int(self.scan[:, -1].max())
+        return self._replace(
+            keys=self.keys[:, :sentences].contiguous(),
+            ids=self.ids[:, :sentences].contiguous(),
+            spans=self.spans[:, :sentences].contiguous(),
+            pending=self.pending[:, :pending].contiguous(),
+            answer=None,
+        )
+
     def lag(self) -> Tensor:
         """The number of tokens that the pretrained model has not read, or no longer sees ``[r]``."""
         return self.scan[:, -1] + self.skipped

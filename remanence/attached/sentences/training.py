@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from remanence.attached.sentences.model import recalled_context
+from remanence.attached.sentences.call import recalled_context
 from remanence.attached.sentences.segments import ANSWER, Position
 
 if TYPE_CHECKING:

@@ -11,10 +11,31 @@ from remanence.attached.sentences.config import ChatFormat
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-END, NEWLINE, OPENS, SPECIAL = 1, 2, 4, 8
+END, NEWLINE, OPENS, SPECIAL, SHORTENED, STOP = 1, 2, 4, 8, 16, 32
 """Flags of a token: it ends with a full stop, question mark or exclamation mark; contains a line break; can be the
-first of a sentence; belongs to the chat format.
+first of a sentence; belongs to the chat format; is an initial or a title, behind which a full stop ends no sentence;
+begins with a full stop.
 """
+
+TITLES = (
+    "Mr",
+    "Mrs",
+    "Ms",
+    "Dr",
+    "Prof",
+    "St",
+    "Mt",
+    "Jr",
+    "Sr",
+    "Rev",
+    "Gen",
+    "Col",
+    "Capt",
+    "Lt",
+    "Sgt",
+    "Hon",
+    "vs",
+)
 
 RECALL = "From memory:\n"
 """The text before recalled sentences."""
@@ -63,8 +84,18 @@ def token_flags(tokenizer: PreTrainedTokenizerBase, size: int) -> np.ndarray:
         text = (token or "").replace("Ġ", " ").replace("Ċ", "\n").replace("▁", " ")
         ends = text.rstrip("\"')*_\u201d\u2019")[-1:]
         flags[index] = (
-            END * (ends in (".", "?", "!") and ends != "")
+            END * (ends in (".", "?", "!") and ends != "" and not is_shortened(text.rstrip(".")))
             | NEWLINE * ("\n" in text)
             | OPENS * (text[:1] in (" ", "\n"))
+            | SHORTENED * is_shortened(text)
+            | STOP * text.startswith(".")
         )
     return flags
+
+
+def is_shortened(text: str) -> bool:
+    """Whether the text of a token is an initial ("J") or a title ("Dr")."""
+    word = text.removeprefix(" ")
+    return word in TITLES or (
+        len(word) == 1 and word != "I" and word.isalpha() and (word.isupper() or word != text)
+    )
