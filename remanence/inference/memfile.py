@@ -58,6 +58,11 @@ MAX_VALUE, MAX_TOKENS_READ = 1e15, 2**48
 PLACES = ("knn.store_device",)
 """Fields of a configuration in which a file and the model may differ: where the parts of a state are."""
 
+ADDED = {"knn": {"store_dtype": "auto", "store_device": "auto"}}
+"""Fields that configurations of earlier versions do not have, with the values that these versions had. With them, a
+fingerprint is that of the earlier version.
+"""
+
 MIGRATIONS: dict[int, Callable[[Stored], Stored]] = {}
 """Functions that convert the tensors and the header of a file to the next schema, by the schema that they
 convert.
@@ -109,8 +114,17 @@ def identify(model: HasWeights) -> Identity:
         weights.update(f"{name} {list(parameter.shape)}".encode())
         weights.update(_tensor_bytes(parameter.detach().to("cpu", torch.bfloat16)))
     own = _config_dict(model)
-    config = hashlib.sha256(canonical(first_fields("model", own))).hexdigest()
+    config = hashlib.sha256(canonical(_without_added(first_fields("model", own)))).hexdigest()
     return Identity(own, Fingerprint(config[:32], weights.hexdigest()[:32]))
+
+
+def _without_added(config: dict[str, Any]) -> dict[str, Any]:
+    """A configuration without the fields `ADDED` that have the values of earlier versions."""
+    found = dict(config)
+    for part, added in ADDED.items():
+        if isinstance(own := found.get(part), dict):
+            found[part] = {name: value for name, value in own.items() if added.get(name, ...) != value}
+    return found
 
 
 def save(

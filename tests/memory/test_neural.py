@@ -416,7 +416,7 @@ class TestBadInput:
             ({"dim": 12, "heads": 2, "chunk": 0}, "chunk: expected an integer of at least 1, got 0"),
             (
                 {"dim": 12, "heads": 2, "net": "rnn"},
-                "net: expected one of deep, titans, residual, linear, swiglu, got 'rnn'",
+                "net: expected one of deep, sparse, sparse_random, titans, residual, linear, swiglu, got 'rnn'",
             ),
             ({"dim": 12, "heads": 2, "rule": "sgd"}, "rule: expected one of titans"),
             ({"dim": 12, "heads": 2, "depth": 5}, "depth: expected 1, 2, 3 or 4 layers, got 5"),

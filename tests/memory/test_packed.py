@@ -67,7 +67,7 @@ def settings(count):
         if fields["conv"] and random.random() < 0.3:
             fields["induction"] = True
         lengths = [random.choice([0, 1, 2, 3, 5, 8, 16, 17, 31]) for _ in range(random.choice([2, 3]))]
-        if not sum(lengths) or (fields["rule"] in ("delta", "gated_delta") and net in ("titans", "residual")):
+        if not sum(lengths) or (RULES[fields["rule"]].anchor == "token" and net in ("titans", "residual")):
             continue
         count -= 1
         yield fields, lengths, random.choice([0.1, 1.0, 30.0])
