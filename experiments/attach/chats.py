@@ -109,6 +109,7 @@ class Chats:
         facts = _distinct(rng, int(rng.integers(2, 28 - 4 * passages)), lambda r: self._fact(r, held=False))
         drawn = self._passages(rng, passages)
         values = [fact["value"].lower() for fact in facts]
+        subjects = [fact["subject"] for fact in facts if fact["subject"]]
         plain = rng.random() < 0.12  # statements as text, without messages
         groups: list[Any] = list(drawn)
         place = 0
@@ -141,7 +142,8 @@ class Chats:
                         asked.append(exchange)
                     elif rng.random() < 0.15:  # before the correction
                         items.append(exchange._replace(user=self._in_context(rng, question)))
-                asked += [Exchange(q, str(pick(rng, UNKNOWN)), "unknown") for q in group.never]
+                open_ = [q for q in group.never if not any(name in q for name in subjects)]
+                asked += [Exchange(q, str(pick(rng, UNKNOWN)), "unknown") for q in open_]
                 corrections += [group] if group.correction else []
             else:
                 stated = " ".join(fact["statement"] for fact in group)
@@ -183,9 +185,9 @@ class Chats:
                 answer = self._answer(rng, fact["answer_full"], _short(fact))
                 asked.append(Exchange(fact["question"], answer, "question", ((where[own], fact["value"]),)))
         stated_pairs = {(fact["id"], fact["subject"]) for fact in facts}
-        subjects = [fact["subject"] for fact in facts if fact["subject"]]
-        for _ in range(max(1, len(facts) // 5)):
-            question = self._never_stated(rng, stated_pairs, subjects, near=0.5)
+        told = " ".join(group.text for group in drawn)
+        for _ in range(max(1, len(facts) // 4)):
+            question = self._never_stated(rng, stated_pairs, subjects, near=0.5, told=told)
             if question:
                 asked.append(Exchange(question, str(pick(rng, UNKNOWN)), "unknown"))
         for _ in range(max(1, len(asked) // 12)):
@@ -197,7 +199,7 @@ class Chats:
 
     @staticmethod
     def _passages(rng: Rng, count: int) -> list[first_person.Drawn]:
-        """Passages with about one question each that they do not answer. No question has an answer in two of them."""
+        """Passages, with some of the questions that none of them answers. No question is asked of two passages."""
         found: dict[str, Any] = {}
         while len(found) < count:
             known = first_person.MESSAGES if rng.random() < 0.55 else first_person.PASSAGES
@@ -210,17 +212,11 @@ class Chats:
             drawn.append(first_person.draw(rng, message._replace(questions=own), correct=0.35))
         kept = []
         for group in drawn:
-            others = [
-                q
-                for other in drawn
-                if other is not group
-                for _, q, _, _ in (*other.asked, *other.asked_after)
+            rest = [
+                each for other in drawn if other is not group for each in (*other.asked, *other.asked_after)
             ]
-            never = [
-                q
-                for q in group.never
-                if rng.random() < 0.45 and not any(first_person.alike(q, o) for o in others)
-            ]
+            few = [question for question in group.never if rng.random() < 0.6]
+            never = [q for q in few if not any(first_person.alike(q, known) for _, known, _, _ in rest)]
             kept.append(group._replace(never=never))
         return kept
 
@@ -242,9 +238,18 @@ class Chats:
         return full if full and rng.random() < 0.8 else short
 
     def _never_stated(
-        self, rng: Rng, stated: set[Any], subjects: list[str], *, held: bool = False, near: float = 0.3
+        self,
+        rng: Rng,
+        stated: set[Any],
+        subjects: list[str],
+        *,
+        held: bool = False,
+        near: float = 0.3,
+        told: str = "",
     ) -> str | None:
-        """A question about a fact that was not stated; `near` is how often it is about a person of whom others were."""
+        """A question about a fact that was not stated, and whose subject is not in the text `told`; `near` is how often
+        it is about a person of whom other facts were.
+        """
         fact = self._fact(rng, held=held)
         if fact["source"] == "everyday" and subjects and rng.random() < near:
             known = {r.id: r for r in (relations.HELD if held else RELATIONS)}[fact["id"]]
@@ -252,7 +257,8 @@ class Chats:
             if same:
                 fact = relations.draw(rng, known, subject=str(pick(rng, same))) | {"id": known.id}
         pair = (fact["id"], fact["subject"])
-        return fact["question"] if pair not in stated and fact["subject"] else None
+        new = pair not in stated and fact["subject"] and fact["subject"] not in told
+        return fact["question"] if new else None
 
     # Tests.
 
