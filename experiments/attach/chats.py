@@ -8,19 +8,19 @@ from __future__ import annotations
 
 import json
 import lzma
+from collections import Counter
 from collections.abc import Container
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from experiments.attach import more_passages, more_relations, relations
+from experiments.attach import first_person, more_passages, more_relations, relations
 from experiments.attach.conversations import HELD_OUT, _distinct, _of_kamel, _of_relations, _short, pick
 from remanence.attached.sentences.training import AnswerKind, Exchange, Item
 
 Rng = np.random.Generator
 RELATIONS = [*relations.TRAIN, *more_relations.TRAIN]
-PASSAGES = [*relations.PASSAGES_TRAIN, *more_passages.PASSAGES_TRAIN]
 ACKS = [*relations.ACKS, *more_passages.ACKS]
 SMALLTALK = [*relations.SMALLTALK, *more_passages.SMALLTALK]
 UNKNOWN = [
@@ -101,14 +101,15 @@ class Chats:
 
     def items(self, rng: Rng, books: np.ndarray, sizes: tuple[int, int] = (60, 400)) -> list[Item]:
         """A conversation for training: statements alone or several in a message, in prose, in plain text; small talk,
-        corrections and part of a book between them; then, or among them, questions.
+        corrections and part of a book between them; then, or among them, questions, also of what a message left open.
         """
         items: list[Item] = [SYSTEM] if rng.random() < self.system_share else []
         asked: list[Exchange] = []
-        facts = _distinct(rng, int(rng.integers(2, 28)), lambda r: self._fact(r, held=False))
-        passages = int(rng.integers(1, 5)) if rng.random() < 0.7 else 0
-        drawn = [relations.draw_passage(rng, pick(rng, PASSAGES)) for _ in range(passages)]
+        passages = int(rng.integers(1, 6)) if rng.random() < 0.75 else 0
+        facts = _distinct(rng, int(rng.integers(2, 28 - 4 * passages)), lambda r: self._fact(r, held=False))
+        drawn = self._passages(rng, passages)
         values = [fact["value"].lower() for fact in facts]
+        subjects = [fact["subject"] for fact in facts if fact["subject"]]
         plain = rng.random() < 0.12  # statements as text, without messages
         groups: list[Any] = list(drawn)
         place = 0
@@ -118,21 +119,32 @@ class Chats:
             place += several
         where: dict[int, int] = {}
         early: list[Exchange] = []
+        corrections: list[first_person.Drawn] = []
 
         def say(text: str) -> int:
             kind: AnswerKind = "context" if "?" in text else "chat"  # a request deserves more than "Okay."
             items.append(f"{text}\n" if plain else Exchange(text, str(pick(rng, ACKS)), kind))
             return len(items) - 1
 
+        def correct(group: first_person.Drawn) -> None:
+            evidence = ((say(group.correction), group.new),)
+            for _, question, full, short in group.asked_after:
+                asked.append(Exchange(question, self._answer(rng, full, short), "question", evidence))
+
         for number in rng.permutation(len(groups)).tolist():
             group = groups[number]
-            if isinstance(group, dict):
-                index = say(group["text"])
-                asked += [
-                    Exchange(q["question"], self._answer(rng, q["answer_full"], q["answer_short"]), "question",
-                             ((index, group["values"][q["slot"]]),))
-                    for q in group["qas"]
-                ]  # fmt: skip
+            if isinstance(group, first_person.Drawn):
+                index = say(group.text)
+                for slot, question, full, short in group.asked:
+                    evidence = ((index, group.values[slot]),)
+                    exchange = Exchange(question, self._answer(rng, full, short), "question", evidence)
+                    if slot != group.changed:
+                        asked.append(exchange)
+                    elif rng.random() < 0.15:  # before the correction
+                        items.append(exchange._replace(user=self._in_context(rng, question)))
+                open_ = [q for q in group.never if not any(name in q for name in subjects)]
+                asked += [Exchange(q, str(pick(rng, UNKNOWN)), "unknown") for q in open_]
+                corrections += [group] if group.correction else []
             else:
                 stated = " ".join(fact["statement"] for fact in group)
                 index = say(relations.with_prefix(str(pick(rng, relations.STATE_PREFIXES)), stated))
@@ -144,6 +156,10 @@ class Chats:
             if asked and rng.random() < 0.1:
                 early.append(asked.pop(int(rng.integers(len(asked)))))
                 items.append(early[-1])
+            if corrections and rng.random() < 0.25:
+                correct(corrections.pop(int(rng.integers(len(corrections)))))
+        for group in corrections:
+            correct(group)
         changed: dict[int, int] = {}
         for fact in facts:
             if rng.random() < 0.2 and fact["other"].lower() not in values:
@@ -169,9 +185,9 @@ class Chats:
                 answer = self._answer(rng, fact["answer_full"], _short(fact))
                 asked.append(Exchange(fact["question"], answer, "question", ((where[own], fact["value"]),)))
         stated_pairs = {(fact["id"], fact["subject"]) for fact in facts}
-        subjects = [fact["subject"] for fact in facts if fact["subject"]]
-        for _ in range(max(1, len(asked) // 6)):
-            question = self._never_stated(rng, stated_pairs, subjects)
+        told = " ".join(group.text for group in drawn)
+        for _ in range(max(1, len(facts) // 4)):
+            question = self._never_stated(rng, stated_pairs, subjects, near=0.5, told=told)
             if question:
                 asked.append(Exchange(question, str(pick(rng, UNKNOWN)), "unknown"))
         for _ in range(max(1, len(asked) // 12)):
@@ -180,6 +196,29 @@ class Chats:
         again = [asked[int(rng.integers(len(asked)))] for _ in range(int(rng.integers(0, 4)))]
         items += [asked[index] for index in rng.permutation(len(asked)).tolist()] + again
         return items
+
+    @staticmethod
+    def _passages(rng: Rng, count: int) -> list[first_person.Drawn]:
+        """Passages, with some of the questions that none of them answers. No question is asked of two passages."""
+        found: dict[str, Any] = {}
+        while len(found) < count:
+            known = first_person.MESSAGES if rng.random() < 0.55 else first_person.PASSAGES
+            message = pick(rng, known)
+            found.setdefault(message.text, message)
+        often = Counter(asked for message in found.values() for _, asked, _ in message.questions)
+        drawn = []
+        for message in found.values():
+            own = tuple(question for question in message.questions if often[question[1]] == 1)
+            drawn.append(first_person.draw(rng, message._replace(questions=own), correct=0.35))
+        kept = []
+        for group in drawn:
+            rest = [
+                each for other in drawn if other is not group for each in (*other.asked, *other.asked_after)
+            ]
+            few = [question for question in group.never if rng.random() < 0.6]
+            never = [q for q in few if not any(first_person.alike(q, known) for _, known, _, _ in rest)]
+            kept.append(group._replace(never=never))
+        return kept
 
     @staticmethod
     def _in_context(rng: Rng, question: str) -> str:
@@ -199,17 +238,27 @@ class Chats:
         return full if full and rng.random() < 0.8 else short
 
     def _never_stated(
-        self, rng: Rng, stated: set[Any], subjects: list[str], *, held: bool = False
+        self,
+        rng: Rng,
+        stated: set[Any],
+        subjects: list[str],
+        *,
+        held: bool = False,
+        near: float = 0.3,
+        told: str = "",
     ) -> str | None:
-        """A question about a fact that was not stated, half of the time about a subject of which others were."""
+        """A question about a fact that was not stated, and whose subject is not in the text `told`; `near` is how often
+        it is about a person of whom other facts were.
+        """
         fact = self._fact(rng, held=held)
-        if fact["source"] == "everyday" and subjects and rng.random() < 0.3:
+        if fact["source"] == "everyday" and subjects and rng.random() < near:
             known = {r.id: r for r in (relations.HELD if held else RELATIONS)}[fact["id"]]
             same = [s for s in subjects if known.subject == "person" and s.istitle()]
             if same:
                 fact = relations.draw(rng, known, subject=str(pick(rng, same))) | {"id": known.id}
         pair = (fact["id"], fact["subject"])
-        return fact["question"] if pair not in stated and fact["subject"] else None
+        new = pair not in stated and fact["subject"] and fact["subject"] not in told
+        return fact["question"] if new else None
 
     # Tests.
 
