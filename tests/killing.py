@@ -230,7 +230,7 @@ def serve(given: Path, out: Path) -> None:
         memories = server.memories
         memories.collect_garbage(age=-1)
         head = memories.head(memories.find("local", "ann"))
-        left = {path.stem for path in memories.files.iterdir()}
+        left = memories.store.names()
         expected = {version.id for version in memories.database.versions(head.memory) if version.bytes}
         if left != expected or memories.load(head).tokens != head.tokens:
             raise ValueError(f"expected the files {expected}, got {left}")

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import tempfile
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Query, Request
+from starlette.background import BackgroundTask
 from starlette.responses import FileResponse, Response
 
 from remanence.inference.sentences import StoredSentence
@@ -128,9 +130,11 @@ def router(service: Service, access: Access) -> APIRouter:
                 "memory: expected one that has read something, got an empty one, which has no file",
             )
         headers = {"X-Memory-Version": known.id, "Cache-Control": "no-store"}
-        return FileResponse(
-            memories.path(known.id), media_type=OCTETS, headers=headers, filename=f"{known.id}.mem"
-        )
+        with ExitStack() as stack:
+            path = stack.enter_context(memories.store.reading(known.id, known.bytes))
+            opened = stack.pop_all()  # until the response is sent
+        name = f"{known.id}.mem"
+        return FileResponse(path, 200, headers, OCTETS, BackgroundTask(opened.close), name)
 
     @routes.put(
         "/{memory}/content",

@@ -194,7 +194,7 @@ class TestLeaving:
         assert 0 < served.server.engine.tokens_generated - generated < 60_000
         assert http.get(f"/v1/memories/{name}").json() == before
         known = served.memories.database.all_versions()
-        assert {path.stem for path in served.memories.files.iterdir()} <= known, "no file is left"
+        assert served.memories.store.names() <= known, "no file is left"
         assert ask(http, user=name).status_code == 200
 
     def test_a_client_that_leaves_while_it_waits(self, served):
