@@ -256,11 +256,16 @@ def talk(http, noted: Path, known: list[dict]) -> None:
         message = f"This is message {number}."
         body = {"model": "model", "user": "ann", "max_tokens": ANSWER, "temperature": 0}
         body["messages"] = [*messages, {"role": "user", "content": message}]
-        done = http.post("/v1/chat/completions", json=body).raise_for_status()
-        text = done.json()["choices"][0]["message"]["content"]
-        known.append({"version": done.headers["X-Memory-Version"], "message": message, "text": text})
+        headers = {"Idempotency-Key": f"message {number}"}
+        done = http.post("/v1/chat/completions", json=body, headers=headers).raise_for_status()
+        text, tokens = done.json()["choices"][0]["message"]["content"], done.json()["usage"]["total_tokens"]
+        version = done.headers["X-Memory-Version"]
+        known.append({"version": version, "message": message, "text": text, "tokens": tokens})
         with open(noted, "a") as file:
             file.write(json.dumps(known[-1]) + "\n")
+    read, expected = http.get("/v1/memories/ann").json()["tokens"], sum(each["tokens"] for each in known)
+    if read != expected:
+        raise ValueError(f"expected each message to be read once, {expected} tokens, got {read}")
 
 
 ANSWER = 5

@@ -16,7 +16,7 @@ from remanence.inference.sentences import StoredSentence
 from remanence.inference.session import Session
 from remanence.io.files import canonical
 from remanence.model import CausalModel
-from remanence.serve.database import ConflictError, Database, Memory, Version, new_id
+from remanence.serve.database import Answer, ConflictError, Database, Memory, Version, new_id
 from remanence.serve.store import FolderStore, Store, StoreError
 from remanence.tokenizers.tokens import Tokenizer
 
@@ -177,6 +177,7 @@ class Memories:
         replaces: bool = False,
         identifier: str | None = None,
         keep: int | None = None,
+        answer: Answer | None = None,
     ) -> Version:
         """Save a session as the version after `parent`, and return the version. It is on disk when this returns.
 
@@ -191,6 +192,7 @@ class Memories:
             replaces: whether the session does not continue from `parent`, but takes its place.
             identifier: the identifier of the new version; None: a new one.
             keep: the number of versions that are kept; None: `keep_versions`.
+            answer: the answer that the version is made with.
         """
         identifier = identifier or new_id("ver")
         with self.store.writing(identifier) as path:
@@ -201,7 +203,7 @@ class Memories:
             time.time(),
         )  # fmt: skip
         try:
-            self.database.commit(version, parent.id if moves_head else None)
+            self.database.commit(version, parent.id if moves_head else None, answer)
         except ConflictError:  # after any other error, the version may be in the table
             self.store.delete([identifier])
             raise

@@ -19,7 +19,7 @@ from remanence.serve.database import Memory
 from remanence.serve.errors import ApiError
 from remanence.serve.gate import too_large
 from remanence.serve.memories import Memories
-from remanence.serve.openai import Owner, response_id, version_id
+from remanence.serve.openai import Key, Owner, response_id, version_id
 from remanence.serve.schemas import MemoryInfo, StoredInfo, VersionInfo
 from remanence.serve.service import Answered, Service, Turn, uncancelled
 
@@ -194,9 +194,9 @@ def router(service: Service, access: Access) -> APIRouter:
         return schemas.StoredList(total=len(removed), data=[stored_info(each) for each in removed])
 
     @routes.post("/{memory}/read", summary="Read a text into a memory, without an answer")
-    async def read(memory: str, owner: Owner, body: schemas.ReadText) -> MemoryInfo:
+    async def read(memory: str, owner: Owner, body: schemas.ReadText, key: Key = None) -> MemoryInfo:
         schemas.check_name(memory)
-        turn = Turn(owner=owner, memory=memory, text=body.text, sampling={"max_tokens": 0})
+        turn = Turn(owner=owner, memory=memory, text=body.text, sampling={"max_tokens": 0}, key=key)
         async for event in service.answer(turn):
             assert not isinstance(event, Answered) or event.version is not None
         return await asyncio.to_thread(show, memory, owner)

@@ -83,14 +83,12 @@ class Server:
             database=open_database(folder, settings.database),
             store=store,
         )
-        has_keys = bool(self.memories.database.all_keys())
-        if not has_keys and not settings.is_local:
+        try:
+            check_keys(self.memories.database, settings)
+        except ValueError:
             self.memories.close()
-            raise ValueError(
-                f"--host: expected an API key for a server that others can reach, got {settings.host} and no key; "
-                "remanence keys add NAME makes one"
-            )
-        self.access = Access(self.memories.database, limits, has_keys=has_keys)
+            raise
+        self.access = Access(self.memories.database, limits)
         self.engine = Engine(session.model, session.tokenizer, max_rows=settings.max_rows)
         self.service = Service(self.engine, self.memories, self.access, Metrics())
         hosts = (*LOOPBACK, *settings.hosts) if settings.is_local else None
@@ -142,6 +140,15 @@ def open_database(folder: Path, url: str | None) -> Database:
     from remanence.serve.postgres import PostgresDatabase
 
     return PostgresDatabase(url)
+
+
+def check_keys(database: Database, settings: Settings) -> None:
+    """Raise an error for a server without API keys that others can reach."""
+    if not settings.is_local and not database.has_keys():
+        raise ValueError(
+            f"--host: expected an API key for a server that others can reach, got {settings.host} and no key; "
+            "remanence keys add NAME makes one"
+        )
 
 
 def listen(host: str, port: int) -> socket.socket:
