@@ -156,7 +156,7 @@ def in_turn(session: Session, sessions: int, in_memory: int, rounds: int) -> Non
         version = memories.commit(memories.head(first), saved)
         for number in range(1, sessions):
             memories.fork("bench", version, str(number))
-        size = sum(path.stat().st_size for path in memories.files.iterdir())
+        size = memories.database.usage("bench").bytes
         loads, saves, turns = [], [], []
         for number in list(range(sessions)) * rounds:
             begun = time.monotonic()

@@ -230,7 +230,7 @@ def serve(given: Path, out: Path) -> None:
         memories = server.memories
         memories.collect_garbage(age=-1)
         head = memories.head(memories.find("local", "ann"))
-        left = {path.stem for path in memories.files.iterdir()}
+        left = memories.store.names()
         expected = {version.id for version in memories.database.versions(head.memory) if version.bytes}
         if left != expected or memories.load(head).tokens != head.tokens:
             raise ValueError(f"expected the files {expected}, got {left}")
@@ -256,11 +256,16 @@ def talk(http, noted: Path, known: list[dict]) -> None:
         message = f"This is message {number}."
         body = {"model": "model", "user": "ann", "max_tokens": ANSWER, "temperature": 0}
         body["messages"] = [*messages, {"role": "user", "content": message}]
-        done = http.post("/v1/chat/completions", json=body).raise_for_status()
-        text = done.json()["choices"][0]["message"]["content"]
-        known.append({"version": done.headers["X-Memory-Version"], "message": message, "text": text})
+        headers = {"Idempotency-Key": f"message {number}"}
+        done = http.post("/v1/chat/completions", json=body, headers=headers).raise_for_status()
+        text, tokens = done.json()["choices"][0]["message"]["content"], done.json()["usage"]["total_tokens"]
+        version = done.headers["X-Memory-Version"]
+        known.append({"version": version, "message": message, "text": text, "tokens": tokens})
         with open(noted, "a") as file:
             file.write(json.dumps(known[-1]) + "\n")
+    read, expected = http.get("/v1/memories/ann").json()["tokens"], sum(each["tokens"] for each in known)
+    if read != expected:
+        raise ValueError(f"expected each message to be read once, {expected} tokens, got {read}")
 
 
 ANSWER = 5

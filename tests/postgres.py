@@ -46,5 +46,5 @@ def emptied(url):
 
     database = PostgresDatabase(url)
     with database._transaction() as connection:
-        connection.execute("TRUNCATE memories, versions, keys")
+        connection.execute("TRUNCATE memories, versions, keys, answers")
     return database

@@ -50,7 +50,11 @@ class Serve:
     """Folder of the memories. Default: in the user's data folder, or in the folder that REMANENCE_DATA names."""
     database: str | None = None
     """PostgreSQL that has the order of versions and the keys, instead of a file in --data: postgresql://USER@HOST/NAME
-    (extra `postgres`). Servers that share it and --data serve the same memories.
+    (extra `postgres`). Servers that share it and the files serve the same memories.
+    """
+    store: str | None = None
+    """Folder of the files of memories, instead of one in --data, or a URL that fsspec opens (extra `store`):
+    s3://BUCKET/FOLDER, gs://BUCKET/FOLDER.
     """
     allow_host: tuple[str, ...] = ()
     """Further names by which this machine addresses the server, when it listens at 127.0.0.1."""
@@ -112,6 +116,7 @@ class Serve:
             keep_versions=self.keep_versions,
             grace=self.grace,
             database=self.database,
+            store=self.store,
             limits=limits,
         )
         with (

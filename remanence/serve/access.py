@@ -69,14 +69,22 @@ class Access:
     Args:
         database: where the keys are.
         limits: the limits of every owner.
-        has_keys: whether requests need an API key. Without, all are those of the owner `LOCAL`.
+
+    Requests need an API key from the moment at which there is one, also if all are removed later. Before, all are those
+    of the owner `LOCAL`.
     """
 
-    def __init__(self, database: Database, limits: Limits, *, has_keys: bool) -> None:
-        self.database, self.limits, self.has_keys = database, limits, has_keys
+    def __init__(self, database: Database, limits: Limits) -> None:
+        self.database, self.limits, self._has_keys = database, limits, False
         self._levels: dict[str, tuple[float, float]] = {}
         """For each owner, the number of tokens left, and when this was known."""
         self._lock = threading.Lock()
+
+    @property
+    def has_keys(self) -> bool:
+        """Whether requests need an API key."""
+        self._has_keys = self._has_keys or self.database.has_keys()
+        return self._has_keys
 
     def owner(self, authorization: str | None) -> str:
         """Return the owner that a header ``Authorization: Bearer KEY`` stands for."""

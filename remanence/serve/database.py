@@ -1,4 +1,5 @@
-"""The order of versions: which memories an owner has, and which versions each memory has had; and API keys.
+"""The order of versions: which memories an owner has, which versions each memory has had, and with which answers; and
+API keys.
 
 A version never changes. A memory names its newest version, its head, and is moved to another by compare-and-swap, so
 that two requests that started from the same version cannot both succeed. A change is on disk when its call returns.
@@ -30,8 +31,13 @@ CREATE INDEX IF NOT EXISTS versions_of_memory ON versions (memory, created);
 CREATE TABLE IF NOT EXISTS keys (
     id TEXT PRIMARY KEY, owner TEXT NOT NULL, digest TEXT NOT NULL UNIQUE, created DOUBLE PRECISION NOT NULL
 );
+CREATE TABLE IF NOT EXISTS answers (
+    version TEXT PRIMARY KEY REFERENCES versions (id) ON DELETE CASCADE, owner TEXT NOT NULL, key TEXT,
+    request TEXT NOT NULL, text TEXT NOT NULL, finish_reason TEXT NOT NULL, tokens_read BIGINT NOT NULL,
+    tokens_generated BIGINT NOT NULL, UNIQUE (owner, key)
+);
 """
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 """The version of the tables, saved in the file."""
 
 
@@ -83,6 +89,29 @@ class Key(NamedTuple):
     owner: str
     digest: str
     created: float
+
+
+class Answer(NamedTuple):
+    """An answer, kept as long as its version, for a client that sends the same request again.
+
+    version
+        The version that it made.
+    owner, key
+        Who asked, and the digest of the request's ``Idempotency-Key``; None without.
+    request
+        The digest of the request.
+    text, finish_reason, tokens_read, tokens_generated
+        What was answered.
+    """
+
+    version: str
+    owner: str
+    key: str | None
+    request: str
+    text: str
+    finish_reason: str
+    tokens_read: int
+    tokens_generated: int
 
 
 class Usage(NamedTuple):
@@ -194,10 +223,10 @@ class Database:
         """Return the identifiers of all versions of all memories."""
         return {row[0] for row in self._rows("SELECT id FROM versions")}
 
-    def commit(self, version: Version, expected_head: str | None) -> None:
-        """Add a version and make it the head of its memory. Raises `ConflictError`, without any change, if the
-        head is not `expected_head`, or if the memory is gone. With None, the head is left as it is: a branch, whose
-        parent must still be there.
+    def commit(self, version: Version, expected_head: str | None, answer: Answer | None = None) -> None:
+        """Add a version, with the answer that made it, and make it the head of its memory. Raises `ConflictError`,
+        without any change, if the head is not `expected_head`, if the memory is gone, or if there is an answer with the
+        same key. With None, the head is left as it is: a branch, whose parent must still be there.
         """
         with self._transaction(version.memory) as connection:
             if expected_head is None:
@@ -217,6 +246,24 @@ class Database:
                 connection.execute(f"INSERT INTO versions VALUES ({', '.join('?' * len(version))})", version)
             except self.conflicts:
                 raise ConflictError("memory: it was deleted meanwhile") from None
+            if answer is None:
+                return
+            try:
+                connection.execute(f"INSERT INTO answers VALUES ({', '.join('?' * len(answer))})", answer)
+            except self.conflicts:
+                raise ConflictError(
+                    "Idempotency-Key: a request with this one was answered meanwhile; send it again"
+                ) from None
+
+    def answer_to(self, owner: str, key: str) -> Answer | None:
+        """Return the answer to an owner's request with this digest of a key; None if there is none."""
+        found = self._rows("SELECT * FROM answers WHERE owner = ? AND key = ?", owner, key)
+        return Answer(*found[0]) if found else None
+
+    def answer_of(self, version: str) -> Answer | None:
+        """Return the answer that a version was made with; None if there is none."""
+        found = self._rows("SELECT * FROM answers WHERE version = ?", version)
+        return Answer(*found[0]) if found else None
 
     def move_head(self, memory: str, expected_head: str, head: str) -> None:
         """Make another version of a memory its head. Raises `ConflictError` if the head is not `expected_head`."""
@@ -260,6 +307,8 @@ class Database:
             old = [identifier for identifier, head in rows[keep:] if identifier != head]
             for each in old:
                 connection.execute("DELETE FROM versions WHERE id = ?", (each,))
+        if not keep:
+            self._erase()
         return old
 
     # API keys.
@@ -272,6 +321,10 @@ class Database:
     def all_keys(self) -> list[Key]:
         """Return all API keys, the oldest first."""
         return [Key(*row) for row in self._rows("SELECT * FROM keys ORDER BY created, id")]
+
+    def has_keys(self) -> bool:
+        """Whether there is any API key."""
+        return bool(self._rows("SELECT 1 FROM keys LIMIT 1"))
 
     def key(self, digest: str) -> Key | None:
         """Return the API key with this digest; None if there is none."""

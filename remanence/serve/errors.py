@@ -11,6 +11,7 @@ from remanence.runtime.errors import DivergedError, first_line
 from remanence.serve.database import ConflictError
 from remanence.serve.engine import BusyError, CancelledError, TimeLimitError
 from remanence.serve.memories import NotFoundError
+from remanence.serve.store import StoreError
 
 PARAMETER = re.compile(r"([a-z_][\w.]*): ")
 """The name of an argument at the start of a message."""
@@ -63,6 +64,7 @@ KNOWN: list[tuple[type[Exception], int, str]] = [
     (BusyError, 503, "overloaded"),
     (TimeLimitError, 504, "timeout"),
     (CancelledError, 503, "unavailable"),
+    (StoreError, 503, "unavailable"),
     (DivergedError, 422, "diverged"),
     (ValueError, 400, "invalid_value"),
 ]

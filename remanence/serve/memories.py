@@ -14,15 +14,19 @@ from pathlib import Path
 from remanence.inference.memfile import identify
 from remanence.inference.sentences import StoredSentence
 from remanence.inference.session import Session
-from remanence.io.files import canonical, flush, remove_leftovers
+from remanence.io.files import canonical
 from remanence.model import CausalModel
-from remanence.serve.database import ConflictError, Database, Memory, Version, new_id
+from remanence.serve.database import Answer, ConflictError, Database, Memory, Version, new_id
+from remanence.serve.store import FolderStore, Store, StoreError
 from remanence.tokenizers.tokens import Tokenizer
 
 ORPHAN_SECONDS = 3600.0
 """Files of versions that were never committed are deleted if they are older than this: a running request may
 still commit a newer one.
 """
+
+UPLOADS = "uploads"
+"""The folder of files that are being uploaded, or copied from a store."""
 
 
 class NotFoundError(ValueError):
@@ -44,12 +48,13 @@ class Memories:
 
     Args:
         model: the model of all memories. A file made with another model is refused.
-        folder: where the files are.
+        folder: the folder of the memories.
         tokenizer: the tokenizer of the model; None: the model's own.
         cache_bytes: the size of the states kept in memory; the least recently used ones are read from their
             files again.
         keep_versions: the number of versions of a memory that are kept.
         database: the order of versions; None: in a SQLite file in the folder.
+        store: the files of versions; None: in the folder, too.
     """
 
     def __init__(
@@ -61,17 +66,17 @@ class Memories:
         cache_bytes: int = 2**30,
         keep_versions: int = 8,
         database: Database | None = None,
+        store: Store | None = None,
     ) -> None:
         for name, value in (("cache_bytes", cache_bytes + 1), ("keep_versions", keep_versions)):
             if value < 1:
                 raise ValueError(f"{name}: expected a positive integer, got {value}")
         self.model, self.folder = model, folder
         self.cache_bytes, self.keep_versions = cache_bytes, keep_versions
-        self.files = folder / "versions"
-        self.uploads = folder / "uploads"
-        """The folder of files that are being uploaded."""
-        for each in (self.files, self.uploads):
-            each.mkdir(parents=True, exist_ok=True, mode=0o700)
+        self.uploads = folder / UPLOADS
+        """The folder of files that are being uploaded or copied."""
+        self.uploads.mkdir(parents=True, exist_ok=True, mode=0o700)
+        self.store = FolderStore(folder / "versions") if store is None else store
         self.database = Database(folder / "memories.sqlite") if database is None else database
         self._empty = Session(model, tokenizer)
         self._known = identify(model)
@@ -87,10 +92,6 @@ class Memories:
     def cached_bytes(self) -> int:
         """The size of the states in memory."""
         return self._cached_bytes
-
-    def path(self, version: str) -> Path:
-        """Return the path of the file of a version."""
-        return self.files / f"{version}.mem"
 
     def find(self, owner: str, identifier: str) -> Memory:
         """Return an owner's memory by its identifier or name. Raises `NotFoundError`."""
@@ -138,7 +139,12 @@ class Memories:
             if version.id in self._cached:
                 self._cached.move_to_end(version.id)
                 return self._cached[version.id].fork()
-        session = self.new_session().load(self.path(version.id), known=self._known)
+        session = self.new_session()
+        with self.store.reading(version.id, version.bytes) as path:
+            try:
+                session.load(path, verify=self.store.is_copied, known=self._known)
+            except ValueError as error:
+                raise StoreError(str(error).replace(f"{path}:", f"{version.id}:")) from None
         self._cache(version.id, session)
         return session.fork()
 
@@ -152,13 +158,13 @@ class Memories:
                 _, dropped = self._cached.popitem(last=False)
                 self._cached_bytes -= dropped.state.nbytes
 
-    def _drop(self, identifier: str) -> None:
-        """Remove the session and the file of a version."""
+    def _drop(self, versions: Sequence[str]) -> None:
+        """Remove the sessions and the files of versions."""
         with self._lock:
-            if (session := self._cached.pop(identifier, None)) is not None:
-                self._cached_bytes -= session.state.nbytes
-        with suppress(FileNotFoundError):
-            self.path(identifier).unlink()
+            for version in versions:
+                if (session := self._cached.pop(version, None)) is not None:
+                    self._cached_bytes -= session.state.nbytes
+        self.store.delete(versions)
 
     def commit(
         self,
@@ -171,6 +177,7 @@ class Memories:
         replaces: bool = False,
         identifier: str | None = None,
         keep: int | None = None,
+        answer: Answer | None = None,
     ) -> Version:
         """Save a session as the version after `parent`, and return the version. It is on disk when this returns.
 
@@ -185,21 +192,23 @@ class Memories:
             replaces: whether the session does not continue from `parent`, but takes its place.
             identifier: the identifier of the new version; None: a new one.
             keep: the number of versions that are kept; None: `keep_versions`.
+            answer: the answer that the version is made with.
         """
         identifier = identifier or new_id("ver")
-        path = self.path(identifier)
-        session.save(path, known=self._known)
+        with self.store.writing(identifier) as path:
+            session.save(path, known=self._known)
+            size = path.stat().st_size
         version = Version(
-            identifier, parent.memory, None if replaces else parent.id, session.tokens, path.stat().st_size, messages,
-            digest, time.time(),
+            identifier, parent.memory, None if replaces else parent.id, session.tokens, size, messages, digest,
+            time.time(),
         )  # fmt: skip
         try:
-            self.database.commit(version, parent.id if moves_head else None)
-        except BaseException:
-            path.unlink()
+            self.database.commit(version, parent.id if moves_head else None, answer)
+        except ConflictError:  # after any other error, the version may be in the table
+            self.store.delete([identifier])
             raise
         self._cache(identifier, session)
-        for old in self.database.prune(parent.memory, self.keep_versions if keep is None else keep):
+        if old := self.database.prune(parent.memory, self.keep_versions if keep is None else keep):
             self._drop(old)
         return version
 
@@ -257,24 +266,23 @@ class Memories:
         session = self.load(head)
         removed = session.forget(text)
         self.commit(head, session, messages=head.messages, digest=head.transcript, keep=0)
-        flush(self.files)
         return removed
 
     def delete(self, memory: Memory) -> None:
-        """Delete a memory and the files of all its versions."""
-        for version in self.database.delete(memory.id):
-            self._drop(version)
-        flush(self.files)
+        """Delete a memory and the files of all its versions. If a file cannot be deleted, the memory is still listed,
+        so that it can be deleted again.
+        """
+        self._drop([version.id for version in self.database.versions(memory.id)])
+        self._drop(
+            self.database.delete(memory.id)
+        )  # those of another server that were committed meanwhile, too
 
     def collect_garbage(self, age: float = ORPHAN_SECONDS) -> None:
         """Delete files that belong to no version, as a killed process leaves them, if they are old enough."""
-        remove_leftovers(self.files)
-        known, now = self.database.all_versions(), time.time()
+        now = time.time()
         for path in self.uploads.iterdir():
             with suppress(FileNotFoundError):
                 if now - path.stat().st_mtime > age:
                     shutil.rmtree(path)
-        for path in self.files.glob("ver_*.mem"):
-            with suppress(FileNotFoundError):
-                if path.stem not in known and now - path.stat().st_mtime > age:
-                    path.unlink()
+        found = self.store.names()  # before the table: a version that is committed meanwhile is in it
+        self.store.delete_old(found - self.database.all_versions(), age)

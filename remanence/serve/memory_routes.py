@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import tempfile
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Query, Request
+from starlette.background import BackgroundTask
 from starlette.responses import FileResponse, Response
 
 from remanence.inference.sentences import StoredSentence
@@ -17,7 +19,7 @@ from remanence.serve.database import Memory
 from remanence.serve.errors import ApiError
 from remanence.serve.gate import too_large
 from remanence.serve.memories import Memories
-from remanence.serve.openai import Owner, response_id, version_id
+from remanence.serve.openai import Key, Owner, response_id, version_id
 from remanence.serve.schemas import MemoryInfo, StoredInfo, VersionInfo
 from remanence.serve.service import Answered, Service, Turn, uncancelled
 
@@ -128,9 +130,11 @@ def router(service: Service, access: Access) -> APIRouter:
                 "memory: expected one that has read something, got an empty one, which has no file",
             )
         headers = {"X-Memory-Version": known.id, "Cache-Control": "no-store"}
-        return FileResponse(
-            memories.path(known.id), media_type=OCTETS, headers=headers, filename=f"{known.id}.mem"
-        )
+        with ExitStack() as stack:
+            path = stack.enter_context(memories.store.reading(known.id, known.bytes))
+            opened = stack.pop_all()  # until the response is sent
+        name = f"{known.id}.mem"
+        return FileResponse(path, 200, headers, OCTETS, BackgroundTask(opened.close), name)
 
     @routes.put(
         "/{memory}/content",
@@ -190,9 +194,9 @@ def router(service: Service, access: Access) -> APIRouter:
         return schemas.StoredList(total=len(removed), data=[stored_info(each) for each in removed])
 
     @routes.post("/{memory}/read", summary="Read a text into a memory, without an answer")
-    async def read(memory: str, owner: Owner, body: schemas.ReadText) -> MemoryInfo:
+    async def read(memory: str, owner: Owner, body: schemas.ReadText, key: Key = None) -> MemoryInfo:
         schemas.check_name(memory)
-        turn = Turn(owner=owner, memory=memory, text=body.text, sampling={"max_tokens": 0})
+        turn = Turn(owner=owner, memory=memory, text=body.text, sampling={"max_tokens": 0}, key=key)
         async for event in service.answer(turn):
             assert not isinstance(event, Answered) or event.version is not None
         return await asyncio.to_thread(show, memory, owner)

@@ -21,6 +21,17 @@ SessionId = Annotated[
     schemas.Name | None,
     Header(description="The name or identifier of the memory, instead of the field `user`."),
 ]
+Key = Annotated[
+    str | None,
+    Header(
+        alias="Idempotency-Key",
+        min_length=1,
+        max_length=256,
+        description="A name of the request. If it is sent again, it gets the same answer, and is not read again.",
+    ),
+]
+REPEATED = "Idempotent-Replayed"
+"""The header of a response to a request that was answered before."""
 DONE = "data: [DONE]\n\n"
 """The end of a stream of completions."""
 
@@ -84,7 +95,10 @@ async def respond(
     """The response with an answer: a stream of events, or, with `whole`, one object. Errors before the first token are
     raised, so that they have a status code.
     """
-    own = lambda started: {"X-Memory-Version": started.version} if is_kept else {}
+
+    def own(started: Started) -> dict[str, str]:
+        repeated = {REPEATED: "true"} if started.is_repeated else {}
+        return {"X-Memory-Version": started.version, **repeated} if is_kept else {}
 
     async def begin() -> Response:
         if whole is not None:
@@ -120,7 +134,7 @@ def router(service: Service, model: str) -> APIRouter:
 
     @routes.post("/chat/completions", summary="Answer a conversation")
     async def chat(
-        request: Request, body: ChatRequest, owner: Owner, x_session_id: SessionId = None
+        request: Request, body: ChatRequest, owner: Owner, x_session_id: SessionId = None, key: Key = None
     ) -> Response:
         check_model(body.model)
         memory = named_memory(body.user, x_session_id)
@@ -129,6 +143,7 @@ def router(service: Service, model: str) -> APIRouter:
             memory=memory,
             messages=[each.plain() for each in body.messages],
             sampling=body.fields(body.max_completion_tokens or body.max_tokens, body.stop),
+            key=key,
         )
         choice = lambda text: {"message": {"role": "assistant", "content": text, "refusal": None}}
         delta = lambda text: {"delta": {"content": text}}
@@ -137,12 +152,17 @@ def router(service: Service, model: str) -> APIRouter:
 
     @routes.post("/completions", summary="Continue a text")
     async def completions(
-        request: Request, body: CompletionRequest, owner: Owner, x_session_id: SessionId = None
+        request: Request,
+        body: CompletionRequest,
+        owner: Owner,
+        x_session_id: SessionId = None,
+        key: Key = None,
     ) -> Response:
         check_model(body.model)
         text = body.prompt if isinstance(body.prompt, str) else body.prompt[0]
         memory = named_memory(body.user, x_session_id)
-        turn = Turn(owner=owner, memory=memory, text=text, sampling=body.fields(body.max_tokens, body.stop))
+        sampling = body.fields(body.max_tokens, body.stop)
+        turn = Turn(owner=owner, memory=memory, text=text, sampling=sampling, key=key)
         choice = lambda text: {"text": text}
         form = Form("cmpl-", "text_completion", "text_completion", choice, choice)
         return await answer(request, turn, body, form)
@@ -162,7 +182,7 @@ def router(service: Service, model: str) -> APIRouter:
 
     @routes.post("/responses", summary="Answer, from the response before")
     async def responses(
-        request: Request, body: ResponseRequest, owner: Owner, x_session_id: SessionId = None
+        request: Request, body: ResponseRequest, owner: Owner, x_session_id: SessionId = None, key: Key = None
     ) -> Response:
         check_model(body.model)
         memory, version = named_memory(body.user, x_session_id), None
@@ -181,6 +201,7 @@ def router(service: Service, model: str) -> APIRouter:
             messages=body.messages(),
             sampling=body.fields(body.max_output_tokens),
             is_kept=body.store is not False,
+            key=key,
         )
         kept = turn.is_kept or memory is not None or version is not None
         return await respond(

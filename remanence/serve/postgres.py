@@ -46,7 +46,7 @@ class PostgresDatabase(Database):
                 )
             for statement in filter(str.strip, TABLES.split(";")):
                 connection.execute(statement)
-            if found is None:
+            if found != SCHEMA_VERSION:
                 connection.execute("INSERT INTO schema_versions VALUES (?)", (SCHEMA_VERSION,))
 
     def _connect(self) -> psycopg.Connection:

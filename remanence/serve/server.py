@@ -17,9 +17,10 @@ from remanence.serve.app import make_app
 from remanence.serve.database import Database
 from remanence.serve.engine import Engine
 from remanence.serve.gate import LOG
-from remanence.serve.memories import Memories
+from remanence.serve.memories import UPLOADS, Memories
 from remanence.serve.metrics import Metrics
 from remanence.serve.service import Service
+from remanence.serve.store import open_store
 
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 """The names of the local machine."""
@@ -39,6 +40,7 @@ class Settings:
         keep_versions: the number of versions of a memory that are kept.
         grace: seconds in which answers under way are completed when the server stops.
         database: the URL of a PostgreSQL; None: a SQLite file in the folder.
+        store: the folder or the URL of the files of versions; None: in the folder.
         limits: how much a request and an owner may use.
     """
 
@@ -51,6 +53,7 @@ class Settings:
     keep_versions: int = 8
     grace: float = 30.0
     database: str | None = None
+    store: str | None = None
     limits: Limits = field(default_factory=Limits)
 
     @property
@@ -69,23 +72,23 @@ class Server:
 
     def __init__(self, session: Session, settings: Settings) -> None:
         self.settings = settings
-        limits = settings.limits
+        limits, folder = settings.limits, settings.folder
+        store = None if settings.store is None else open_store(settings.store, folder / UPLOADS)
         self.memories = Memories(
             session.model,
-            settings.folder,
+            folder,
             tokenizer=session.tokenizer,
             cache_bytes=settings.cache_bytes,
             keep_versions=settings.keep_versions,
-            database=open_database(settings.folder, settings.database),
+            database=open_database(folder, settings.database),
+            store=store,
         )
-        has_keys = bool(self.memories.database.all_keys())
-        if not has_keys and not settings.is_local:
+        try:
+            check_keys(self.memories.database, settings)
+        except ValueError:
             self.memories.close()
-            raise ValueError(
-                f"--host: expected an API key for a server that others can reach, got {settings.host} and no key; "
-                "remanence keys add NAME makes one"
-            )
-        self.access = Access(self.memories.database, limits, has_keys=has_keys)
+            raise
+        self.access = Access(self.memories.database, limits)
         self.engine = Engine(session.model, session.tokenizer, max_rows=settings.max_rows)
         self.service = Service(self.engine, self.memories, self.access, Metrics())
         hosts = (*LOOPBACK, *settings.hosts) if settings.is_local else None
@@ -137,6 +140,15 @@ def open_database(folder: Path, url: str | None) -> Database:
     from remanence.serve.postgres import PostgresDatabase
 
     return PostgresDatabase(url)
+
+
+def check_keys(database: Database, settings: Settings) -> None:
+    """Raise an error for a server without API keys that others can reach."""
+    if not settings.is_local and not database.has_keys():
+        raise ValueError(
+            f"--host: expected an API key for a server that others can reach, got {settings.host} and no key; "
+            "remanence keys add NAME makes one"
+        )
 
 
 def listen(host: str, port: int) -> socket.socket:

@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, aclosing, asynccontextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar, cast
 
 from remanence.inference.chat import Turns
 from remanence.inference.sampling import FinishReason, Sampling
 from remanence.inference.sentences import SAMPLING, StoresSentences
 from remanence.inference.session import Session
+from remanence.io.files import canonical
 from remanence.serve.access import Access
-from remanence.serve.database import ConflictError, Version, new_id
+from remanence.serve.database import Answer, ConflictError, Version, new_id
 from remanence.serve.engine import BusyError, Engine, Event, Job, Result, TimeLimitError
 from remanence.serve.memories import Memories, transcripts
 from remanence.serve.metrics import Metrics
@@ -38,6 +40,7 @@ class Turn:
         text: instead, a text to read as it is.
         sampling: fields of `Sampling` that differ from the default.
         is_kept: whether a memory is created if neither `memory` nor `version` is given.
+        key: the `Idempotency-Key` of the request: one with the same key is not read again, but gets the same answer.
     """
 
     owner: str
@@ -47,12 +50,32 @@ class Turn:
     text: str | None = None
     sampling: Mapping[str, Any] = field(default_factory=dict)
     is_kept: bool = False
+    key: str | None = None
+
+    @property
+    def digest(self) -> str:
+        """The digest of all that determines the answer."""
+        messages = [dict(each) for each in self.messages]
+        return _digest([self.memory, self.version, messages, self.text, dict(self.sampling)])
+
+    @property
+    def key_digest(self) -> str | None:
+        """The digest of the key, which is what is stored."""
+        return None if self.key is None else _digest(self.key)
+
+    @property
+    def has_answers(self) -> bool:
+        """Whether the messages contain earlier answers, so that they are a whole conversation."""
+        return any(each["role"] == "assistant" for each in self.messages)
 
 
 class Started(NamedTuple):
-    """A request whose turn has come: its version will have this identifier."""
+    """A request whose turn has come: its version will have this identifier, or has it, if the request was answered
+    before.
+    """
 
     version: str
+    is_repeated: bool = False
 
 
 class Answered(NamedTuple):
@@ -69,6 +92,10 @@ class Answered(NamedTuple):
     tokens_read: int
     tokens_generated: int
     version: Version | None
+
+
+def _digest(content: object) -> str:
+    return hashlib.sha256(canonical(content)).hexdigest()
 
 
 class _Opened(NamedTuple):
@@ -148,12 +175,20 @@ class Service:
 
     async def answer(self, turn: Turn) -> AsyncGenerator[Started | str | Answered]:
         """Yield `Started` when the turn of a request has come, then the pieces of the answer, then `Answered`. A new
-        version is on disk then. If the iteration is left early, the memory is as it was before.
+        version is on disk then. If the iteration is left early, the memory is as it was before. A request that was
+        answered before gets the same answer, and changes nothing.
         """
         begun: float | None = time.monotonic()
         deadline = time.monotonic() + self.access.limits.timeout
         sampling = replace(self.sampling, **turn.sampling)
         async with self._turn(turn.owner, turn.memory, deadline):
+            if (repeated := await asyncio.to_thread(self._repeated, turn)) is not None:
+                version, known = repeated
+                yield Started(version.id, is_repeated=True)
+                yield known.text
+                reason = cast(FinishReason, known.finish_reason)
+                yield Answered(known.text, reason, known.tokens_read, known.tokens_generated, version)
+                return
             opened = await asyncio.to_thread(self._open, turn)
             self.access.check_tokens(turn.owner, len(opened.tokens))
             identifier = new_id("ver")
@@ -170,13 +205,30 @@ class Service:
                         yield event
             assert result is not None
             self.access.charge(turn.owner, result.tokens_read + result.tokens_generated)
-            version = None
+            committed = None
             if turn.is_kept or turn.memory is not None or turn.version is not None:
                 with self.metrics.commit.time():
-                    version = await uncancelled(self._commit, turn, opened, result, identifier)
+                    committed = await uncancelled(self._commit, turn, opened, result, identifier)
             yield Answered(
-                result.text, result.finish_reason, result.tokens_read, result.tokens_generated, version
+                result.text, result.finish_reason, result.tokens_read, result.tokens_generated, committed
             )
+
+    def _repeated(self, turn: Turn) -> tuple[Version, Answer] | None:
+        """The answer to a request that was answered before. Without a key, it is recognised if it is a whole
+        conversation, whose answer is the newest of the memory. (A single message can be meant to be read twice.)
+        """
+        if turn.key_digest is not None:
+            answer = self.memories.database.answer_to(turn.owner, turn.key_digest)
+            if answer is not None and answer.request != turn.digest:
+                raise ValueError("Idempotency-Key: expected a new one for a new request, got that of another")
+        elif turn.memory is not None and turn.has_answers:
+            memory = self.memories.find_existing(turn.owner, turn.memory)
+            answer = None if memory is None else self.memories.database.answer_of(memory.head)
+            if answer is not None and answer.request != turn.digest:
+                answer = None
+        else:
+            answer = None
+        return None if answer is None else (self.memories.find_version(turn.owner, answer.version), answer)
 
     def _open(self, turn: Turn) -> _Opened:
         """Find what a request continues, and what it has to read."""
@@ -252,16 +304,33 @@ class Service:
         session.advance(result.state, is_answer=result.tokens_generated > 0)
         messages, digest = opened.messages, opened.digest
         if turn.text is None:
-            answer = {"role": "assistant", "content": result.text}
-            (digest,) = transcripts([answer], digest)
+            message = {"role": "assistant", "content": result.text}
+            (digest,) = transcripts([message], digest)
             messages += 1
+        created = None
         if parent is None:
-            parent = self.memories.head(self.memories.database.create(turn.owner, turn.memory))
+            created = self.memories.database.create(turn.owner, turn.memory)
+            parent = self.memories.head(created)
+        answer = Answer(
+            identifier, turn.owner, turn.key_digest, turn.digest, result.text, result.finish_reason, result.tokens_read,
+            result.tokens_generated,
+        )  # fmt: skip
         save = partial(
-            self.memories.commit, parent, session, messages=messages, digest=digest, identifier=identifier
+            self.memories.commit,
+            parent,
+            session,
+            messages=messages,
+            digest=digest,
+            identifier=identifier,
+            answer=answer,
         )
         if turn.version is None:
-            return save()
+            try:
+                return save()
+            except ConflictError:
+                if created is not None and created.name is None:  # no other request knows it
+                    self.memories.delete(created)
+                raise
         memory = self.memories.find(turn.owner, parent.memory)
         if memory.head == parent.id:
             with suppress(ConflictError):  # another request has continued from the same version

@@ -104,6 +104,20 @@ class TestKeys:
         assert ask(other, user="diary").json()["usage"] == ask(served.http(ann), user="new").json()["usage"]
         assert served.http(ann).get("/v1/memories/diary").json() == memory, "nothing has changed"
 
+    def test_a_server_that_runs_follows_keys(self, session, tmp_path):
+        """It needs one as soon as there is one, and is not open again when all are removed."""
+        folder = tmp_path / "data"
+        with running(session, folder) as served:
+            database = Database(folder / "memories.sqlite")  # as the command does, in another process
+            assert served.http().get("/v1/models").status_code == 200
+            key, text = add_key(database, "ann")
+            assert code(served.http().get("/v1/models")) == (401, "invalid_api_key")
+            assert served.http(text).get("/v1/models").status_code == 200
+            database.remove_key(key.id)
+            for each in (None, text):
+                assert code(served.http(each).get("/v1/models")) == (401, "invalid_api_key")
+            database.close()
+
     def test_others_cannot_reach_a_server_without_keys(self, session, tmp_path):
         with pytest.raises(ValueError, match=r"^--host: expected an API key .*, got 0\.0\.0\.0 and no key"):
             Server(session, Settings(name=MODEL, folder=tmp_path, host="0.0.0.0"))
@@ -194,7 +208,7 @@ class TestLeaving:
         assert 0 < served.server.engine.tokens_generated - generated < 60_000
         assert http.get(f"/v1/memories/{name}").json() == before
         known = served.memories.database.all_versions()
-        assert {path.stem for path in served.memories.files.iterdir()} <= known, "no file is left"
+        assert served.memories.store.names() <= known, "no file is left"
         assert ask(http, user=name).status_code == 200
 
     def test_a_client_that_leaves_while_it_waits(self, served):
