@@ -158,6 +158,41 @@ def draw(rng: Rng, message: Message, *, correct: float = 0.0, again: float = 0.2
     return Drawn(text, values, asked, never, correction, changed, new, tuple(after))
 
 
+GENERAL = frozenset(
+    [
+        "name",
+        "names",
+        "called",
+        "old",
+        "age",
+        "cost",
+        "costs",
+        "long",
+        "live",
+        "lives",
+        "now",
+        "earn",
+        "time",
+        "day",
+        "date",
+        "number",
+        "my",
+        "own",
+        "job",
+        "work",
+        "does",
+        "phone",
+        "surname",
+        "first",
+        "year",
+        "month",
+        "many",
+        "street",
+    ]
+)
+"""Words that do not say whom or what a question is about."""
+
+
 def content_words(text: str) -> set[str]:
     """The words that say what a question is about."""
     words = {re.sub(r"'s?$|^'", "", word) for word in relations._words(text)}
