@@ -211,7 +211,7 @@ class Chats:
         drawn = []
         for message in found.values():
             own = tuple(question for question in message.questions if often[question[1]] == 1)
-            drawn.append(first_person.draw(rng, message._replace(questions=own), correct=0.35))
+            drawn.append(first_person.draw(rng, message._replace(questions=own), correct=0.5))
         return drawn
 
     @staticmethod
