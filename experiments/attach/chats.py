@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import lzma
+import re
 from collections import Counter
 from collections.abc import Container
 from pathlib import Path
@@ -142,8 +143,8 @@ class Chats:
                         asked.append(exchange)
                     elif rng.random() < 0.15:  # before the correction
                         items.append(exchange._replace(user=self._in_context(rng, question)))
-                open_ = [q for q in group.never if not any(name in q for name in subjects)]
-                asked += [Exchange(q, str(pick(rng, UNKNOWN)), "unknown") for q in open_]
+                never = self._open(rng, group, drawn, facts)
+                asked += [Exchange(q, str(pick(rng, UNKNOWN)), "unknown") for q in never]
                 corrections += [group] if group.correction else []
             else:
                 stated = " ".join(fact["statement"] for fact in group)
@@ -176,7 +177,8 @@ class Chats:
             own = id(fact)
             if own in changed:
                 new, full = fact["other"], fact["answer_full"]
-                answer = full.replace(fact["value"], new) if full and fact["value"] in full else new
+                stated = full and fact["value"] in full
+                answer = relations.fix_articles(full.replace(fact["value"], new)) if stated else new
                 asked.append(Exchange(fact["question"], answer, "question", ((changed[own], new),)))
             elif fact.get("reverse") and rng.random() < 0.25 and values.count(fact["value"].lower()) == 1:
                 evidence = ((where[own], fact["subject"]),)
@@ -199,7 +201,7 @@ class Chats:
 
     @staticmethod
     def _passages(rng: Rng, count: int) -> list[first_person.Drawn]:
-        """Passages, with some of the questions that none of them answers. No question is asked of two passages."""
+        """Passages of which no two are asked the same."""
         found: dict[str, Any] = {}
         while len(found) < count:
             known = first_person.MESSAGES if rng.random() < 0.55 else first_person.PASSAGES
@@ -209,23 +211,37 @@ class Chats:
         drawn = []
         for message in found.values():
             own = tuple(question for question in message.questions if often[question[1]] == 1)
-            drawn.append(first_person.draw(rng, message._replace(questions=own), correct=0.35))
-        kept = []
-        for group in drawn:
-            rest = [
-                each for other in drawn if other is not group for each in (*other.asked, *other.asked_after)
-            ]
-            few = [question for question in group.never if rng.random() < 0.6]
-            never = [q for q in few if not any(first_person.alike(q, known) for _, known, _, _ in rest)]
-            kept.append(group._replace(never=never))
-        return kept
+            drawn.append(first_person.draw(rng, message._replace(questions=own), correct=0.5))
+        return drawn
+
+    @staticmethod
+    def _open(
+        rng: Rng, group: first_person.Drawn, drawn: list[first_person.Drawn], facts: list[Any]
+    ) -> list[str]:
+        """Some of the questions that a passage does not answer, and nothing else that is said seems to answer."""
+        rest = [other for other in drawn if other is not group]
+        asked = [q for other in rest for _, q, _, _ in (*other.asked, *other.asked_after)]
+        asked += [fact["question"] for fact in facts]
+        told = " ".join([each.text for each in rest] + [fact["statement"] for fact in facts])
+        words = first_person.content_words(told)
+
+        def told_elsewhere(question: str) -> bool:
+            about = first_person.content_words(question) - first_person.GENERAL
+            return about <= words or any(first_person.alike(question, other) for other in asked)
+
+        return [q for q in group.never if rng.random() < 0.65 and not told_elsewhere(q)]
 
     @staticmethod
     def _in_context(rng: Rng, question: str) -> str:
         """A question as it is, or rarely behind some words or another sentence."""
         draw = rng.random()
         if draw < 0.08:
-            return f"{pick(rng, BEFORE_QUESTIONS)} {question}"
+            before = str(pick(rng, BEFORE_QUESTIONS))
+            if before.endswith((",", "And")) and re.match(
+                "(Wh|How|At|By|Until|Since|From|On|In|To|For)", question
+            ):
+                question = question[0].lower() + question[1:]
+            return f"{before} {question}"
         return f"{pick(rng, SMALLTALK)[0]} {question}" if draw < 0.12 else question
 
     def _general(self, rng: Rng) -> Exchange:

@@ -110,12 +110,13 @@ def fill(template: str, **values: str) -> str:
 
 
 def _value(rng: Rng, pool: str | Callable[[Rng], str], text: str, taken: set[str]) -> str:
-    """A value that is not in the text, that no other contains, and that contains no other."""
-    for _ in range(200):
+    """A value that is not in the text, that no other contains, and that contains no other. If there is none, one that
+    differs from the others.
+    """
+    for tries in range(400):
         value = str(pool(rng) if callable(pool) else relations.pool_draw(rng, pool))
-        if not any(other in value or value in other for other in taken) and not more_passages._has(
-            text, value
-        ):
+        inside = any(other in value or value in other for other in taken)
+        if value not in taken and (tries >= 200 or (not inside and not more_passages._has(text, value))):
             return value
     raise ValueError(f"no value left of {pool}")
 
@@ -126,7 +127,7 @@ def _mentions(template: str, slot: str) -> bool:
 
 def draw(rng: Rng, message: Message, *, correct: float = 0.0, again: float = 0.25) -> Drawn:
     """The message with values. With the probability `correct`, a slot is corrected, if the message has a correction;
-    with the probability `again`, a slot is asked for in a second wording.
+    with the probability `again`, a slot is asked for in a second wording. A corrected value mostly is.
     """
     values: dict[str, str] = {}
     for slot, pool in message.slots.items():
@@ -146,7 +147,9 @@ def draw(rng: Rng, message: Message, *, correct: float = 0.0, again: float = 0.2
                 continue
             wordings = [q for q in asked if not changed or not _mentions(q, changed)]
             full = tuple(a for a in full if slot == changed or not changed or not _mentions(a, changed))
-            for n in rng.permutation(len(wordings))[: 1 + (rng.random() < again)]:
+            for n in rng.permutation(len(wordings))[
+                : 1 + (rng.random() < (again if asked_of is None else 0.8))
+            ]:
                 answer = fill(relations._pick(rng, full), **answers) if full else answers[slot]
                 found.append((slot, fill(wordings[int(n)], **known), answer, answers[slot]))
         return found
@@ -156,6 +159,14 @@ def draw(rng: Rng, message: Message, *, correct: float = 0.0, again: float = 0.2
     never = [fill(q, **values) for q in message.never if not changed or not _mentions(q, changed)]
     text = fill(message.text, **values)
     return Drawn(text, values, asked, never, correction, changed, new, tuple(after))
+
+
+GENERAL = frozenset((
+    "name", "names", "called", "old", "age", "cost", "costs", "long", "live", "lives", "now",
+    "earn", "time", "day", "date", "number", "my", "own", "job", "work", "does", "phone",
+    "surname", "first", "year", "month", "many", "street",
+))  # fmt: skip
+"""Words that do not say whom or what a question is about."""
 
 
 def content_words(text: str) -> set[str]:
