@@ -1,5 +1,6 @@
 """A server for tests, in a thread, with a tiny chat model."""
 
+import os
 import queue
 import threading
 import time
@@ -21,7 +22,18 @@ GREEDY = {"temperature": 0, "max_tokens": 9}
 def chat_session(folder):
     """A session with a tiny chat model with a memory of sentences, in float64."""
     with torch.device("cpu"):
-        return Session(load_model(chat_folder(folder), dtype=torch.float64).eval())
+        return folder_session(chat_folder(folder))
+
+
+def folder_session(folder):
+    """A session with the chat model in a folder, in float64."""
+    return Session(load_model(folder, dtype=torch.float64).eval())
+
+
+def noted_session(folder, pids):
+    """The same, in a process whose number is noted."""
+    (pids / str(os.getpid())).touch()
+    return folder_session(folder)
 
 
 class Running:

@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import tyro
 
 from remanence.cli.arguments import Device, Folder
 from remanence.cli.chat import check_chat_model
-from remanence.io.shipped import CHAT_MODEL
+from remanence.io.shipped import CHAT_MODEL, resolve_model_path
 from remanence.io.user_data import make_data_folder
 from remanence.runtime.terminal import echo
+
+if TYPE_CHECKING:
+    from remanence.serve.server import Settings
 
 
 def data_folder(model: Path, data: Path | None) -> Path:
@@ -55,6 +59,10 @@ class Serve:
     store: str | None = None
     """Folder of the files of memories, instead of one in --data, or a URL that fsspec opens (extra `store`):
     s3://BUCKET/FOLDER, gs://BUCKET/FOLDER.
+    """
+    replicas: int | None = None
+    """Number of processes that answer, on this machine or on the Ray cluster that RAY_ADDRESS names (extra `ray`), each
+    with a GPU if --device is one. On several machines, with --database and --store.
     """
     allow_host: tuple[str, ...] = ()
     """Further names by which this machine addresses the server, when it listens at 127.0.0.1."""
@@ -119,6 +127,9 @@ class Serve:
             store=self.store,
             limits=limits,
         )
+        if self.replicas is not None:
+            self._run_replicas(settings)
+            return
         with (
             listen(self.host, self.port) as listener,
             Server(open_session(self.model, self.device, None), settings) as server,
@@ -126,9 +137,21 @@ class Serve:
             echo(f"{settings.name}: {address(listener)}, memories in {settings.folder}")
             server.run(listener)
 
+    def _run_replicas(self, settings: Settings) -> None:
+        from remanence.cli.sessions import open_session
+        from remanence.runtime.device import resolve
+        from remanence.serve.ray import run
+
+        assert self.replicas is not None
+        open_model = partial(open_session, resolve_model_path(self.model).resolve(), self.device, None)
+        gpus = 1.0 if resolve(self.device).type == "cuda" else 0.0
+        run(open_model, settings, port=self.port, replicas=self.replicas, gpus=gpus)
+
     def _check_positive(self) -> None:
         """Raise an error for an option that is too small."""
         least = {"waiting": 0, "cache_mb": 0, "tokens_per_minute": 0, "max_gb": 0.001, "grace": 0}
+        if self.replicas is not None:
+            least["replicas"] = 1
         others = ("rows", "keep_versions", "max_memories", "max_body_kb", "max_upload_mb", "timeout")
         for name, smallest in {**dict.fromkeys(others, 1), **least}.items():
             if not getattr(self, name) >= smallest:

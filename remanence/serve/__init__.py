@@ -7,5 +7,5 @@ memory as a chain of immutable versions: states in files of a `store`, and their
 
 The rest is HTTP, and needs the extra `serve`: `app` puts the routes of `openai` and `memory_routes` together, with the
 `schemas` of requests; `gate` checks and logs every request; `streams` sends events; `errors` and `metrics`; `server`
-runs it all in one process. `page` is the web page.
+runs it all in one process, and `ray` in several. `page` is the web page.
 """

@@ -39,6 +39,8 @@ CREATE TABLE IF NOT EXISTS answers (
 """
 SCHEMA_VERSION = 2
 """The version of the tables, saved in the file."""
+WAIT_SECONDS = 30.0
+"""How long a change waits for that of another process."""
 
 
 class ConflictError(ValueError):
@@ -134,8 +136,10 @@ class Database:
 
     def __init__(self, path: Path) -> None:
         self._lock = threading.RLock()
-        self._connection = sqlite3.connect(path, check_same_thread=False, isolation_level=None, timeout=30)
-        self._connection.execute("PRAGMA journal_mode = WAL")
+        self._connection = sqlite3.connect(
+            path, check_same_thread=False, isolation_level=None, timeout=WAIT_SECONDS
+        )
+        self._write_ahead()
         self._connection.execute("PRAGMA synchronous = FULL")
         self._connection.execute("PRAGMA foreign_keys = ON")
         self._connection.execute("PRAGMA secure_delete = ON")
@@ -148,6 +152,18 @@ class Database:
             for statement in TABLES.split(";"):
                 connection.execute(statement)
             connection.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")
+
+    def _write_ahead(self) -> None:
+        """Keep changes in a log beside the file. SQLite itself does not wait if another process does the same."""
+        ends = time.monotonic() + WAIT_SECONDS
+        while True:
+            try:
+                self._connection.execute("PRAGMA journal_mode = WAL")
+                return
+            except sqlite3.OperationalError:
+                if time.monotonic() > ends:
+                    raise
+                time.sleep(0.01)
 
     def close(self) -> None:
         with self._lock:

@@ -32,6 +32,12 @@ Key = Annotated[
 ]
 REPEATED = "Idempotent-Replayed"
 """The header of a response to a request that was answered before."""
+SENT = {"type": "object", "properties": {name: {"type": "string"} for name in ("event", "data")}}
+"""The schema of an event of a stream; `data` is JSON."""
+STREAMED: dict[int | str, dict[str, Any]] = {
+    200: {"content": {"text/event-stream": {"schema": {**SENT, "required": ["data"]}}}}
+}
+"""That an answer can be a stream, for the schema."""
 DONE = "data: [DONE]\n\n"
 """The end of a stream of completions."""
 
@@ -132,7 +138,7 @@ def router(service: Service, model: str) -> APIRouter:
         check_model(name)
         return info
 
-    @routes.post("/chat/completions", summary="Answer a conversation")
+    @routes.post("/chat/completions", summary="Answer a conversation", responses=STREAMED)
     async def chat(
         request: Request, body: ChatRequest, owner: Owner, x_session_id: SessionId = None, key: Key = None
     ) -> Response:
@@ -150,7 +156,7 @@ def router(service: Service, model: str) -> APIRouter:
         form = Form("chatcmpl-", "chat.completion", "chat.completion.chunk", choice, delta)
         return await answer(request, turn, body, form)
 
-    @routes.post("/completions", summary="Continue a text")
+    @routes.post("/completions", summary="Continue a text", responses=STREAMED)
     async def completions(
         request: Request,
         body: CompletionRequest,
@@ -180,7 +186,7 @@ def router(service: Service, model: str) -> APIRouter:
             is_kept=turn.memory is not None,
         )
 
-    @routes.post("/responses", summary="Answer, from the response before")
+    @routes.post("/responses", summary="Answer, from the response before", responses=STREAMED)
     async def responses(
         request: Request, body: ResponseRequest, owner: Owner, x_session_id: SessionId = None, key: Key = None
     ) -> Response:

@@ -36,6 +36,8 @@ def folder(tmp_path_factory):
         (("--port", 70000), "--port: expected an integer from 0 to 65535, got 70000"),
         (("--timeout", 0), "--timeout: expected a number of at least 1, got 0.0"),
         (("--rows", 0), "--rows: expected a number of at least 1, got 0"),
+        (("--replicas", 0), "--replicas: expected a number of at least 1, got 0"),
+        (("--store", "nothing://x"), "--store: expected a URL that can be opened, got one of nothing://"),
         (("--keep-versions", 0), "--keep-versions: expected a number of at least 1, got 0"),
         (("--host", "0.0.0.0", "--port", 0), "host: expected an API key for a server that others can reach"),
         (("--host", "nowhere.invalid"), "--host: expected an address of this machine, got nowhere.invalid"),
@@ -64,6 +66,13 @@ def test_without_the_extra_one_line_names_it(command, folder, tmp_path, monkeypa
     monkeypatch.setitem(sys.modules, "uvicorn", None)
     error = command("serve", folder, "--data", tmp_path / "data", code=2)
     assert "serve needs the extra 'serve': pip install 'remanence[serve]'" in error
+
+
+def test_replicas_need_an_extra_of_their_own(command, folder, tmp_path, monkeypatch):
+    monkeypatch.delitem(sys.modules, "remanence.serve.ray", raising=False)
+    monkeypatch.setitem(sys.modules, "ray", None)
+    error = command("serve", folder, "--data", tmp_path / "data", "--replicas", 2, code=2)
+    assert "--replicas needs the extra 'ray': pip install 'remanence[ray]'" in error
 
 
 def test_the_limits_of_the_command_are_those_of_the_server():

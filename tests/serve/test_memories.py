@@ -2,6 +2,7 @@
 
 import os
 import signal
+import sqlite3
 import subprocess
 import sys
 import threading
@@ -16,7 +17,7 @@ from stored import after, opened, scratch, small_model
 
 from remanence import Session
 from remanence.attached.folder import load_model
-from remanence.serve.database import ConflictError
+from remanence.serve.database import ConflictError, Database
 from remanence.serve.memories import Memories, NotFoundError, transcripts
 from remanence.serve.store import UrlStore
 
@@ -77,6 +78,16 @@ def test_a_version_is_what_was_committed_after_a_restart_too(model, memories):
         "the version before is there, too"
     )
     again.close()
+
+
+def test_a_new_database_waits_for_another_process_that_creates_it(tmp_path):
+    other = sqlite3.connect(tmp_path / "a.sqlite", isolation_level=None, check_same_thread=False)
+    other.execute("BEGIN IMMEDIATE")
+    other.execute("CREATE TABLE x (y)")
+    threading.Timer(0.3, lambda: (other.execute("COMMIT"), other.close())).start()
+    database = Database(tmp_path / "a.sqlite")
+    assert database._rows("PRAGMA journal_mode") == [("wal",)] and database.memories("ann") == []
+    database.close()
 
 
 def test_two_requests_from_one_version_cannot_both_succeed(model, memories):
